@@ -1,0 +1,35 @@
+# Two commands do everything on a machine with Python 3.11+ and make: `make test` and `make reproduce`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: test reproduce lint format clean
+
+test: lint
+	$(BIN)/pytest -n auto --dist worksteal
+
+reproduce: $(READY)
+	$(BIN)/fastweights tour
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV)
+
+# torch first and pinned, so that nothing else decides which build is installed; triton without its dependencies, because
+# the CPU build of torch comes without it and the kernels are tested in its interpreter.
+$(READY): pyproject.toml Makefile
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("fastweights needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12 test")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch==2.13.0
+	[ "$$(uname)" != Linux ] || $(BIN)/pip install --quiet --no-deps triton==3.7.1
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@

@@ -1,0 +1,54 @@
+"""Fast weights, linear attention and the delta rule, after *Linear Transformers Are Secretly Fast Weight Programmers*.
+
+Names are loaded when first used, so that the command line starts without waiting for PyTorch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fastweights.feature_maps import FeatureMap as FeatureMap
+    from fastweights.feature_maps import feature_map as feature_map
+    from fastweights.feature_maps import list_feature_maps as list_feature_maps
+    from fastweights.layers.fast_weight import FastWeightAttention as FastWeightAttention
+    from fastweights.layers.relative import RelativeAttention as RelativeAttention
+    from fastweights.layers.softmax import SoftmaxAttention as SoftmaxAttention
+    from fastweights.ops.backends import list_backends as list_backends
+    from fastweights.ops.linear_attention import linear_attention as linear_attention
+    from fastweights.ops.memory import fast_weight_memory as fast_weight_memory
+    from fastweights.ops.normalization import l2_normalize as l2_normalize
+    from fastweights.ops.normalization import sum_normalize as sum_normalize
+    from fastweights.ops.rules import list_rules as list_rules
+    from fastweights.ops.rules import update_rule as update_rule
+    from fastweights.ops.state import FastWeightState as FastWeightState
+
+_HOMES = {
+    "FastWeightAttention": "layers.fast_weight",
+    "FastWeightState": "ops.state",
+    "FeatureMap": "feature_maps",
+    "RelativeAttention": "layers.relative",
+    "SoftmaxAttention": "layers.softmax",
+    "fast_weight_memory": "ops.memory",
+    "feature_map": "feature_maps",
+    "l2_normalize": "ops.normalization",
+    "linear_attention": "ops.linear_attention",
+    "list_backends": "ops.backends",
+    "list_feature_maps": "feature_maps",
+    "list_rules": "ops.rules",
+    "sum_normalize": "ops.normalization",
+    "update_rule": "ops.rules",
+}
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fastweights' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"fastweights.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

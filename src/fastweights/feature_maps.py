@@ -1,0 +1,211 @@
+"""The feature maps phi of Sec. 5: from keys and queries of size d_key to the d_dot = `phi.dim` of the dot product.
+
+A map is a module: `phi(x)` maps (..., d_key) to (..., dim), and `phi(q, k)` maps both. Only FAVOR+ can tell the
+difference: it draws new random features for each call in training, and queries and keys must share them. To add a map,
+add a class here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastweights.ops.tables import look_up
+
+
+class FeatureMap(nn.Module):
+    """Base of the maps: subclasses set `dim` and write `map`."""
+
+    def __init__(self, d_key: int) -> None:
+        super().__init__()
+        if not isinstance(d_key, int) or d_key < 1:
+            raise ValueError(f"d_key must be a whole number of at least 1, got {d_key!r}")
+        self.d_key = d_key
+        self.dim = d_key
+
+    @overload
+    def forward(self, x: Tensor, /) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, /, *more: Tensor) -> tuple[Tensor, ...]: ...
+    def forward(self, x: Tensor, /, *more: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """phi of each tensor, all with the same random features where the map has any."""
+        for tensor in (x, *more):
+            if tensor.shape[-1] != self.d_key:
+                raise ValueError(f"expected (..., d_key = {self.d_key}), got {tuple(tensor.shape)}")
+        if self.training:
+            self.redraw()
+        mapped = tuple(self.map(tensor) for tensor in (x, *more))
+        return mapped if more else mapped[0]
+
+    def map(self, x: Tensor) -> Tensor:
+        """phi(x) with the features as they are."""
+        raise AssertionError("a feature map defines `map`")
+
+    def redraw(self) -> None:
+        """Draw new random features, where there are any."""
+
+
+FEATURE_MAPS: dict[str, type[FeatureMap]] = {}
+Map = TypeVar("Map", bound=type[FeatureMap])
+
+
+def _feature_map(name: str) -> Callable[[Map], Map]:
+    def enter(cls: Map) -> Map:
+        FEATURE_MAPS[name] = cls
+        return cls
+
+    return enter
+
+
+def feature_map(name: str | FeatureMap, d_key: int | None = None, **options: object) -> FeatureMap:
+    """The map of that name: `feature_map("dpfp", d_key=64, nu=2)`; `list_feature_maps()` shows the names."""
+    if isinstance(name, FeatureMap):
+        if options or d_key not in (None, name.d_key):
+            raise ValueError(
+                f"got a map of d_key {name.d_key} together with d_key = {d_key} and {options}; give a name"
+            )
+        return name
+    cls = look_up(FEATURE_MAPS, name, "feature map")
+    try:
+        return cls(d_key, **options)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise TypeError(f"feature map {name!r} does not take {options}: {error}") from None
+
+
+def list_feature_maps() -> dict[str, str]:
+    """Name and one-line description of every feature map."""
+    return {name: (cls.__doc__ or "").splitlines()[0] for name, cls in FEATURE_MAPS.items()}
+
+
+@_feature_map("elu")
+class ELU(FeatureMap):
+    """ELU(x) + 1, positive [Eq. 30, Katharopoulos et al. 2020]; dim = d_key."""
+
+    def map(self, x: Tensor) -> Tensor:
+        # Not elu(x) + 1: its exp(x) - 1 + 1 has lost every digit below x = -6 in bfloat16.
+        return x.clamp(max=0).exp() + x.relu()
+
+
+@_feature_map("relu")
+class ReLU(FeatureMap):
+    """max(0, x); dim = d_key."""
+
+    def map(self, x: Tensor) -> Tensor:
+        return x.relu()
+
+
+@_feature_map("silu")
+class SiLU(FeatureMap):
+    """x sigmoid(x), signed: goes with L2 normalisation [Yang et al. 2024]; dim = d_key."""
+
+    def map(self, x: Tensor) -> Tensor:
+        return F.silu(x)
+
+
+@_feature_map("tanh")
+class Tanh(FeatureMap):
+    """tanh(x), signed [Schlag et al. 2021]; dim = d_key."""
+
+    def map(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+@_feature_map("identity")
+class Identity(FeatureMap):
+    """x itself [Sec. 3.1]; dim = d_key."""
+
+    def map(self, x: Tensor) -> Tensor:
+        return x
+
+
+@_feature_map("dpfp")
+class DPFP(FeatureMap):
+    """Products of rectified entries nu apart, sparse and without sampling [Eq. 37, Listing 1]; dim = 2 d_key nu.
+
+    Equivalent to
+
+        r = cat([relu(x), relu(-x)], -1)
+        cat([r * r.roll(j, -1) for j in range(1, nu + 1)], -1)
+    """
+
+    def __init__(self, d_key: int, nu: int = 1) -> None:
+        super().__init__(d_key)
+        if not isinstance(nu, int) or not 1 <= nu <= 2 * d_key - 1:
+            raise ValueError(f"nu must be a whole number from 1 to 2 d_key - 1 = {2 * d_key - 1}, got {nu!r}")
+        self.nu = nu
+        self.dim = 2 * d_key * nu
+
+    def map(self, x: Tensor) -> Tensor:
+        r = torch.cat([x.relu(), (-x).relu()], -1)
+        return torch.cat([r * r.roll(j, -1) for j in range(1, self.nu + 1)], -1)
+
+
+@_feature_map("favor")
+class FAVOR(FeatureMap):
+    """Positive random features whose dot product estimates exp(q·k) [Eqs. 31-32, Choromanski et al. 2021]; dim = 2 m.
+
+    phi(x) = exp(-|x|²/2) / sqrt(2 m) [exp(R x); exp(-R x)] with m rows r ~ N(0, I) in R, drawn anew for each call in
+    training and fixed in evaluation. R is part of the `state_dict`.
+
+    Args:
+        m: number of random vectors; d_key log(d_key) is what the FAVOR+ paper recommends.
+        orthogonal: rows orthogonal in blocks of d_key, each still N(0, I): less variance, still unbiased.
+        scale: multiply x by d_key^(-1/4) first, so that the kernel is exp(q·k / sqrt(d_key)).
+        stabilize: divide phi(x) by its largest entry, token by token. Nothing changes after sum normalisation, and
+            features can no longer underflow to 0; without it the estimate of exp(q·k) is lost.
+        redraw: False keeps the first draw in training too.
+    """
+
+    projection: Tensor
+
+    def __init__(
+        self,
+        d_key: int,
+        m: int | None = None,
+        orthogonal: bool = False,
+        scale: bool = False,
+        stabilize: bool = False,
+        redraw: bool = True,
+    ) -> None:
+        super().__init__(d_key)
+        m = max(1, round(d_key * math.log(d_key))) if m is None else m
+        if not isinstance(m, int) or m < 1:
+            raise ValueError(f"m must be a whole number of at least 1, got {m!r}")
+        self.m = m
+        self.dim = 2 * m
+        self.orthogonal, self.scale, self.stabilize, self.redraws = orthogonal, scale, stabilize, redraw
+        self.register_buffer("projection", torch.empty(m, d_key))
+        self._draw()
+
+    def redraw(self) -> None:
+        if self.redraws:
+            self._draw()
+
+    @torch.no_grad()
+    def _draw(self) -> None:
+        device = self.projection.device
+        if self.orthogonal:
+            blocks = -(-self.m // self.d_key)
+            directions, _ = torch.linalg.qr(torch.randn(blocks, self.d_key, self.d_key, device=device))
+            rows = directions.mT.flatten(0, 1)[: self.m]
+            # A Gaussian row is a uniform direction times the norm of another Gaussian row.
+            rows = rows * torch.randn(self.m, self.d_key, device=device).norm(dim=-1, keepdim=True)
+        else:
+            rows = torch.randn(self.m, self.d_key, device=device)
+        self.projection.copy_(rows)
+
+    def map(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            wide = wide * self.d_key**-0.25 if self.scale else wide
+            projected = wide @ self.projection.to(wide.dtype).mT
+            exponent = torch.cat([projected, -projected], -1)
+            if self.stabilize:
+                return (exponent - exponent.detach().amax(-1, keepdim=True)).exp().to(x.dtype)
+            exponent = exponent - wide.square().sum(-1, keepdim=True) / 2
+            return ((exponent.exp()) / math.sqrt(2 * self.m)).to(x.dtype)

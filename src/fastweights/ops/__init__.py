@@ -1,0 +1,1 @@
+"""The mathematics and its kernels. Imports nothing of the package but itself."""

@@ -1,0 +1,319 @@
+"""The family's recurrence in chunks, in plain PyTorch: matrix products inside a chunk, one state between chunks.
+
+With chunk-start state W_0, Γ[t, s] = a_{s+1} ⋯ a_t and γ_t = a_1 ⋯ a_t, a chunk of C steps is (docs/maths.md derives it)
+
+    (I + A) U = diag(w) V - diag(e γ) K W_0        A[t, s] = e_t Γ[t, s] k_t·k_s for s < t
+    Y   = diag(γ) Q W_0 + (Γ ∘ Q K^T) U            lower triangle, diagonal included
+    W_C = γ_C W_0 + K~^T U                         K~ = diag(Γ[C, :]) K
+
+Everything but the two products that touch W_0 runs for all chunks at once. The backward pass keeps the inputs and the
+state before each chunk, and computes the rest again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+Optional3 = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class Layout:
+    """Tokens (B, T, H, ·) as chunks (G, H, C, ·): the first chunk of every sequence, then the second, and so on.
+
+    Sequences stand in order of falling length, so that those with a j-th chunk are the first `active[j]` rows of a state
+    and the j-th chunks are one slice. Positions past a sequence's end are filled so that they change nothing.
+    """
+
+    def __init__(self, tokens: Tensor, chunk: int, cu_seqlens: Tensor | None) -> None:
+        self.batch, self.time, self.chunk = tokens.shape[0], tokens.shape[1], chunk
+        self.packed = cu_seqlens is not None
+        if cu_seqlens is None:
+            steps = -(-self.time // chunk)
+            self.active = [self.batch] * steps
+            return
+        bounds = cu_seqlens.tolist()
+        lengths = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        counts = [-(-lengths[i] // chunk) for i in order]
+        self.active = [sum(count > j for count in counts) for j in range(counts[0] if counts else 0)]
+        self.order = torch.tensor(order, device=tokens.device)
+        firsts = [bounds[i] + j * chunk for j, n in enumerate(self.active) for i in order[:n]]
+        ends = [bounds[i + 1] for n in self.active for i in order[:n]]
+        positions = torch.tensor(firsts, dtype=torch.long).unsqueeze(-1) + torch.arange(chunk)
+        inside = positions < torch.tensor(ends, dtype=torch.long).unsqueeze(-1)
+        # Positions past an end read the filler row that `split` appends, and write to it in `join`.
+        self.positions = positions.masked_fill(~inside, self.time).to(tokens.device)
+
+    @property
+    def slices(self) -> list[slice]:
+        """The chunks of each step."""
+        slices, start = [], 0
+        for n in self.active:
+            slices.append(slice(start, start + n))
+            start += n
+        return slices
+
+    def split(self, x: Tensor, dtype: torch.dtype, filler: float = 0.0) -> Tensor:
+        """(B, T, H, ...) -> (G, H, C, ...)."""
+        x = x.to(dtype)
+        if self.packed:
+            row = x.new_full((1, *x.shape[2:]), filler)
+            return torch.cat([x[0], row])[self.positions].transpose(1, 2).contiguous()
+        steps = len(self.active)
+        if steps * self.chunk != self.time:
+            x = pad(x, (0, 0) * (x.dim() - 2) + (0, steps * self.chunk - self.time), value=filler)
+        x = x.unflatten(1, (steps, self.chunk)).transpose(0, 1)
+        return x.transpose(2, 3).reshape(steps * self.batch, x.shape[3], self.chunk, *x.shape[4:])
+
+    def join(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """(G, H, C, ...) -> (B, T, H, ...), contiguous."""
+        x = x.transpose(1, 2)
+        if self.packed:
+            tokens = x.new_zeros((self.time + 1, *x.shape[2:]))
+            tokens[self.positions] = x
+            return tokens[: self.time].unsqueeze(0).to(dtype)
+        x = x.unflatten(0, (len(self.active), self.batch)).transpose(0, 1).flatten(1, 2)[:, : self.time]
+        return x.to(dtype, memory_format=torch.contiguous_format, copy=True)
+
+    def sort(self, W: Tensor) -> Tensor:
+        """A copy of the states, longest sequence first."""
+        return W.index_select(0, self.order) if self.packed else W.clone()
+
+    def unsort(self, W: Tensor) -> Tensor:
+        """The states back in the caller's order."""
+        return torch.empty_like(W).index_copy_(0, self.order, W) if self.packed else W
+
+
+@dataclass
+class Chunks:
+    """What forward and backward both need of every chunk, (G, H, C, ·) each; see the module's equations."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor | None
+    e: Tensor | None
+    w: Tensor | None
+
+    def __post_init__(self) -> None:
+        length, device = self.k.shape[-2], self.k.device
+        if self.a is None:
+            self.reach = torch.ones(length, length, dtype=self.k.dtype, device=device).tril()
+            self.fade = None
+        else:
+            # Column 0 belongs to the state before the chunk: γ. Products, not exponents of sums of logarithms: exact for
+            # a gate that closes (a = 0), and for any sign.
+            ones = torch.ones(length, length + 1, dtype=torch.bool, device=device)
+            products = torch.where(ones.tril(), self.a.unsqueeze(-1), 1).cumprod(-2)
+            self.span = products.masked_fill(~ones.tril(1), 0)
+            self.reach = self.span[..., 1:]
+            self.fade = self.span[..., :1]
+        self.scores = (self.q @ self.k.mT).mul_(self.reach)
+        self.k_left = self.k if self.a is None else self.reach[..., -1, :, None] * self.k
+        self.written = self.v if self.w is None else self.w.unsqueeze(-1) * self.v
+        if self.e is not None:
+            e = self.e.unsqueeze(-1)
+            self.keys = self.k @ self.k.mT
+            self.system = self.keys * e * self.reach
+            self.k_erased = self.faded(e * self.k)
+            solved = self.solve(torch.cat([self.k_erased, self.written], -1))
+            self.k_solved, self.written = solved.split([self.k.shape[-1], self.v.shape[-1]], -1)
+
+    def faded(self, x: Tensor) -> Tensor:
+        """diag(γ) x."""
+        return x if self.fade is None else self.fade * x
+
+    def solve(self, x: Tensor, transposed: bool = False) -> Tensor:
+        """(I + A)^-1 x or (I + A)^-T x."""
+        A = self.system.mT if transposed else self.system
+        return torch.linalg.solve_triangular(A, x, upper=transposed, unitriangular=True)
+
+    def fade_of(self, W: Tensor, at: slice) -> Tensor:
+        """γ_C W for the chunks of one step."""
+        return W if self.fade is None else self.fade[at, :, -1:] * W
+
+
+def _load(
+    q: Tensor, k: Tensor, v: Tensor, gates: Optional3, cu_seqlens: Tensor | None, chunk: int, dtype: torch.dtype
+) -> tuple[Layout, Chunks]:
+    layout = Layout(q, chunk, cu_seqlens)
+    a, e, w = gates
+    return layout, Chunks(
+        *(layout.split(x, dtype) for x in (q, k, v)),
+        *(None if x is None else layout.split(x, dtype, fill) for x, fill in ((a, 1.0), (e, 0.0), (w, 0.0))),
+    )
+
+
+def chunk_length(D: int, M: int) -> int:
+    """Tokens in a chunk: long enough for the matrix products, short enough that C x C work stays under D x M."""
+    return 32 if max(D, M) <= 32 else 64
+
+
+def _number_of_chunks(time: int, batch: int, chunk: int, cu_seqlens: Tensor | None) -> int:
+    """Chunks to keep a state for. With packed sequences the true number hangs on their lengths; this bounds it."""
+    if cu_seqlens is None:
+        return batch * -(-time // chunk)
+    return time // chunk + cu_seqlens.numel() - 1
+
+
+@torch.library.custom_op("fastweights::chunked", mutates_args=())
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor | None,
+    e: Tensor | None,
+    w: Tensor | None,
+    W: Tensor,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
+    chunk: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y in `dtype`, the final W, and with `keep` the state before each chunk for the backward pass."""
+    with torch.autocast(q.device.type, enabled=False):
+        layout, x = _load(q, k, v, (a, e, w), cu_seqlens, chunk, W.dtype)
+        W = layout.sort(W)
+        count = _number_of_chunks(q.shape[1], q.shape[0], chunk, cu_seqlens)
+        before = W.new_empty((count, *W.shape[1:]))
+        for n, at in zip(layout.active, layout.slices, strict=True):
+            before[at] = now = W[:n]
+            u = x.written[at] if x.e is None else x.written[at] - x.k_solved[at] @ now
+            W[:n] = x.fade_of(now, at) + x.k_left[at].mT @ u
+        start = before[: x.k.shape[0]]
+        u = x.written if x.e is None else x.written - x.k_solved @ start
+        y = x.faded(x.q @ start) + x.scores @ u
+        return layout.join(y, dtype), layout.unsort(W), before if keep else before.new_empty(0)
+
+
+@chunked.register_fake
+def _(q, k, v, a, e, w, W, cu_seqlens, dtype, chunk, keep):  # type: ignore[no-untyped-def]
+    count = _number_of_chunks(q.shape[1], q.shape[0], chunk, cu_seqlens)
+    before = W.new_empty((count, *W.shape[1:])) if keep else W.new_empty(0)
+    return v.new_empty(v.shape, dtype=dtype), torch.empty_like(W), before
+
+
+@torch.library.custom_op("fastweights::chunked_backward", mutates_args=())
+def chunked_backward(
+    dy: Tensor,
+    dW: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor | None,
+    e: Tensor | None,
+    w: Tensor | None,
+    before: Tensor,
+    cu_seqlens: Tensor | None,
+    chunk: int,
+) -> list[Tensor]:
+    """Gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
+    with torch.autocast(q.device.type, enabled=False):
+        layout, x = _load(q, k, v, (a, e, w), cu_seqlens, chunk, before.dtype)
+        dy = layout.split(dy, before.dtype)
+        W = before[: x.k.shape[0]]
+        u = x.written if x.e is None else x.written - x.k_solved @ W
+
+        # Backwards through the states: dW_after[g] is the gradient of the state that chunk g leaves.
+        du = x.scores.mT @ dy
+        from_reads = x.faded(x.q).mT @ dy
+        dW_after = torch.empty_like(W)
+        dW = layout.sort(dW.to(before.dtype))
+        for n, at in zip(reversed(layout.active), reversed(layout.slices), strict=True):
+            dW_after[at] = later = dW[:n]
+            du[at] += x.k_left[at] @ later
+            dW[:n] = x.fade_of(later, at) + from_reads[at]
+            if x.e is not None:
+                dW[:n] -= x.k_solved[at].mT @ du[at]
+
+        dscores = dy @ u.mT
+        dk_left = u @ dW_after.mT
+        dqk = dscores * x.reach
+        dq = dqk @ x.k + x.faded(dy @ W.mT)
+        dk = dqk.mT @ x.q + (dk_left if x.a is None else x.reach[..., -1, :, None] * dk_left)
+        dreach = None if x.a is None else dscores * (x.q @ x.k.mT)
+        dfade = None if x.a is None else (dy * (x.q @ W)).sum(-1)
+        dright = du
+        grads: dict[str, Tensor] = {}
+        if x.e is not None:
+            # u = (I + A)^-1 right, so the gradient of right is (I + A)^-T du and that of A is -dright u^T.
+            dright = x.solve(du, transposed=True)
+            e_ = x.e.unsqueeze(-1)
+            dA = (dright @ u.mT).neg_().tril_(-1)
+            dread = -dright @ W.mT
+            dkk = dA * e_ * x.reach
+            dk += (dkk + dkk.mT) @ x.k + x.faded(e_ * dread)
+            grads["e"] = (dA * x.keys * x.reach).sum(-1) + x.faded((dread * x.k).sum(-1, keepdim=True))[..., 0]
+            if dreach is not None and dfade is not None:
+                dreach += dA * x.keys * e_
+                dfade += x.e * (dread * x.k).sum(-1)
+        if x.w is not None:
+            grads["w"] = (dright * x.v).sum(-1)
+            dright = x.w.unsqueeze(-1) * dright
+        if dreach is not None and dfade is not None:
+            dreach[..., -1, :] += (dk_left * x.k).sum(-1)
+            dfade[..., -1] += (dW_after * W).sum((-2, -1))
+            grads["a"] = _decay_gradient(x, torch.cat([dfade.unsqueeze(-1), dreach], -1))
+
+        result = [layout.join(d, t.dtype) for d, t in ((dq, q), (dk, k), (dright, v))]
+        for name, gate in (("a", a), ("e", e), ("w", w)):
+            if gate is not None:
+                result.append(layout.join(grads[name], gate.dtype))
+        return [*result, layout.unsort(dW)]
+
+
+def _decay_gradient(x: Chunks, dspan: Tensor) -> Tensor:
+    """Gradient of a from that of span[t, s] = a_{s+1} ⋯ a_t, without dividing by any a.
+
+    da_r = sum over s < r <= t of dspan[t, s] (a_{r+1} ⋯ a_t) (a_{s+1} ⋯ a_{r-1}).
+    """
+    later = x.reach.mT @ dspan
+    earlier = pad(x.span[..., :-1, :], (0, 0, 1, 0))
+    earlier[..., 0, 0] = 1
+    return (later * earlier).sum(-1)
+
+
+@chunked_backward.register_fake
+def _(dy, dW, q, k, v, a, e, w, before, cu_seqlens, chunk):  # type: ignore[no-untyped-def]
+    like = [x for x in (q, k, v, a, e, w) if x is not None]
+    grads = [x.new_empty(x.shape) for x in like]
+    return [*grads, dW.new_empty(dW.shape, dtype=before.dtype)]
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, a, e, w, _, cu_seqlens, _, chunk, _ = inputs
+    ctx.save_for_backward(q, k, v, a, e, w, output[2], cu_seqlens)
+    ctx.chunk = chunk
+
+
+def _backward(ctx, dy, dW, _):  # type: ignore[no-untyped-def]
+    q, k, v, a, e, w, before, cu_seqlens = ctx.saved_tensors
+    grads = iter(chunked_backward(dy, dW, q, k, v, a, e, w, before, cu_seqlens, ctx.chunk))
+    dq, dk, dv = next(grads), next(grads), next(grads)
+    da, de, dw = (None if gate is None else next(grads) for gate in (a, e, w))
+    return dq, dk, dv, da, de, dw, next(grads), None, None, None, None
+
+
+chunked.register_autograd(_backward, setup_context=_setup_context)
+
+
+def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor | None,
+    e: Tensor | None,
+    w: Tensor | None,
+    W: Tensor,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The chunked recurrence, as `ops.family.Recurrence` has it."""
+    inputs = (q, k, v, a, e, w, W)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    y, W, _ = chunked(*inputs, cu_seqlens, dtype, chunk_length(k.shape[-1], v.shape[-1]), keep)
+    return y, W

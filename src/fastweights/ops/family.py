@@ -1,0 +1,74 @@
+"""Rules of the family on a backend that knows the recurrence, and attention normalisation at no cost in kernels.
+
+A backend supplies `recurrence`, which computes for per-step coefficients a, e, w (None: 1, 0, 1)
+
+    W_t = a_t W_{t-1} - e_t (a_t W_{t-1} k_t) k_t^T + w_t v_t k_t^T,   y_t = W_t q_t.
+
+Attention normalisation, Eqs. 18-19 and 26-28, needs z_t·q_t for the read-out and, where the rule removes,
+a_t z_{t-1}·k_t for the read-back. Both are the same recurrence with a single value that is always 1.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fastweights.ops.normalization import safe_divide
+from fastweights.ops.problem import Problem
+
+
+class Recurrence(Protocol):
+    """y (B, T, H, M) in `dtype` and the final W (N, H, D, M) for coefficients (B, T, H)."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor | None,
+        e: Tensor | None,
+        w: Tensor | None,
+        W: Tensor,
+        cu_seqlens: Tensor | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def run(problem: Problem, recurrence: Recurrence) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y, final W and z of a rule of the family."""
+    q, k, v, W, z, packed = problem.q, problem.k, problem.v, problem.W, problem.z, problem.cu_seqlens
+    assert problem.rule.coefficients is not None
+    # The gates are small next to q, k and v, and 1 - beta has no digits to lose.
+    gates = {name: gate.to(problem.state_dtype) for name, gate in problem.gates.items()}
+    a, e, w = problem.rule.coefficients(**gates)
+    if z is None:
+        y, W = recurrence(q, k, v, a, e, w, W, packed, q.dtype)
+        return y, W, None
+
+    wide = problem.state_dtype
+    one = torch.ones_like(v[..., :1])
+    if e is None:
+        # The accumulator is one more value column.
+        y, W = recurrence(q, k, torch.cat([v, one], -1), a, e, w, torch.cat([W, z[..., None]], -1), packed, wide)
+        y, total = y[..., :-1], y[..., -1:]
+        W, z = W[..., :-1], W[..., -1]
+    else:
+        # a_t z_{t-1} obeys the recurrence with each key one step late.
+        recalled, _ = recurrence(k, _late(k, packed), one, a, None, a, z[..., None], packed, wide)
+        total, z = recurrence(q, k, one, a, None, None, z[..., None], packed, wide)
+        z = z[..., 0]
+        y, W = recurrence(q, k, v, a, safe_divide(e, recalled[..., 0]), w, W, packed, wide)
+    return safe_divide(y, total).to(q.dtype), W, z
+
+
+def _late(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """k one step later, zero at the start of each sequence."""
+    late = pad(k, (0, 0, 0, 0, 1, 0))[:, :-1]
+    if cu_seqlens is None:
+        return late
+    starts = torch.zeros(k.shape[1] + 1, dtype=torch.bool, device=k.device)
+    starts = starts.index_fill(0, cu_seqlens.long(), True)[:-1]
+    return late.masked_fill(starts[None, :, None, None], 0)

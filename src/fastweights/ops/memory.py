@@ -1,0 +1,178 @@
+"""`fast_weight_memory`, the one function everything stands on: check the call, pick a backend, run it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastweights.ops.backends import select
+from fastweights.ops.problem import Problem
+from fastweights.ops.rules import Rule, update_rule
+from fastweights.ops.state import FastWeightState
+from fastweights.ops.tables import look_up
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def fast_weight_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rule: str | Rule = "delta",
+    beta: Tensor | None = None,
+    decay: Tensor | None = None,
+    normalization: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: FastWeightState | None = None,
+    backend: str = "auto",
+    mask: Tensor | None = None,
+) -> tuple[Tensor, FastWeightState]:
+    """Write each value under its key and read with each query, step by step: Eqs. 17-19 and 20-28 of the paper.
+
+    Equivalent to, for `rule="delta"` (Eq. 24) and no normalisation,
+
+        for t in range(T):
+            v_bar = einsum("bhd, bhdm -> bhm", k[:, t], W)
+            W = W + einsum("bhd, bhm -> bhdm", k[:, t], beta[:, t, :, None] * (v[:, t] - v_bar))
+            y[:, t] = einsum("bhd, bhdm -> bhm", q[:, t], W)
+
+    Args:
+        q, k: queries and keys (B, T, H, D), already mapped by phi (and sum-normalised where wanted).
+        v: values (B, T, H, M).
+        rule: a name from `list_rules()`, or `update_rule(name, **options)`.
+        beta, decay: gates (B, T, H), given exactly when the rule takes them; float32 is welcome beside 16-bit q, k, v.
+        normalization: None, or "attention" (Eqs. 18-19, and 26-28 where the rule removes).
+        cu_seqlens: bounds (N + 1,) of N sequences packed along T with B = 1, as in FlashAttention; each has its own state.
+        state: what an earlier call returned; zeros if None. Gradients flow into it.
+        backend: a name from `list_backends()`; "auto" takes FASTWEIGHTS_BACKEND or else the first that can.
+        mask: (B, T), False for padding: such a token changes nothing, and its output is 0.
+
+    Returns:
+        y (B, T, H, M) in the dtype of q, and the state after the last step (float32 for 16-bit inputs).
+    """
+    rule = update_rule(rule)
+    q, k, v, beta, decay = _autocast(q, k, v, beta, decay)
+    gates = _check_inputs(rule, q, k, v, {"beta": beta, "decay": decay})
+    look_up({"attention": None, "None": None}, str(normalization), "normalization")
+    _check_packing(q, cu_seqlens, mask)
+    W, z = _initial_state(q, v, state, normalization == "attention", cu_seqlens)
+    if mask is not None:
+        q, k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (q, k, v))
+        idle = {"beta": 0.0, "decay": 1.0}
+        gates = {name: gate.masked_fill(~mask[..., None], idle[name]) for name, gate in gates.items()}
+    problem = Problem(rule, q, k, v, gates, W, z, cu_seqlens, mask)
+    y, W, z = select(problem, backend).run(problem)
+    return y, FastWeightState(W, z)
+
+
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Under autocast the inputs take its dtype, as those of a matrix product do."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in floats else x for x in tensors)
+
+
+def _check_inputs(rule: Rule, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """The gates the rule takes, after everything was found to fit."""
+    for name, x, wanted in (("q", q, "(B, T, H, D)"), ("k", k, "(B, T, H, D)"), ("v", v, "(B, T, H, M)")):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor of shape {wanted}, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}; use one of {', '.join(map(str, DTYPES))}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"q, k and v must share a dtype, got q {q.dtype} and {name} {x.dtype}; cast one of them")
+        _check_device(name, x, q)
+    if k.shape != q.shape:
+        raise ValueError(f"k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}")
+    if v.shape[:3] != q.shape[:3]:
+        raise ValueError(
+            f"v must have shape {_shape(*q.shape[:3], 'M')} to go with q {tuple(q.shape)}, got {tuple(v.shape)}"
+        )
+    if min(q.shape) == 0 or min(v.shape) == 0:
+        raise ValueError(f"every size must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
+    for name, gate in gates.items():
+        if name in rule.gates and gate is None:
+            raise ValueError(f"rule {rule.name!r} needs {name} of shape {tuple(q.shape[:3])}, got None")
+        if name not in rule.gates and gate is not None:
+            takes = " and ".join(rule.gates) or "no gates"
+            raise ValueError(
+                f"rule {rule.name!r} has no {name} (it takes {takes}), got one of shape {tuple(gate.shape)}; leave it out"
+            )
+    taken = {name: gate for name, gate in gates.items() if gate is not None}
+    for name, gate in taken.items():
+        if not isinstance(gate, Tensor):
+            raise TypeError(f"{name} must be a tensor of shape {tuple(q.shape[:3])}, got {type(gate).__name__}")
+        if gate.shape != q.shape[:3]:
+            raise ValueError(f"{name} must have shape (B, T, H) = {tuple(q.shape[:3])}, got {tuple(gate.shape)}")
+        if gate.dtype not in (q.dtype, torch.promote_types(q.dtype, torch.float32)):
+            raise TypeError(f"{name} has dtype {gate.dtype} beside q of {q.dtype}; cast it to {q.dtype}")
+        _check_device(name, gate, q)
+    return taken
+
+
+def _check_packing(q: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None) -> None:
+    B, T = q.shape[:2]
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            raise TypeError(f"mask must be a bool tensor of shape (B, T) = {(B, T)}, True for tokens that count")
+        if mask.shape != (B, T):
+            raise ValueError(f"mask must have shape (B, T) = {(B, T)}, got {tuple(mask.shape)}")
+        _check_device("mask", mask, q)
+    if cu_seqlens is None:
+        return
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError("cu_seqlens must be an int32 or int64 tensor [0, end of sequence 1, ..., T]")
+    if B != 1 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise ValueError(
+            f"cu_seqlens takes sequences packed along T with B = 1 and N + 1 bounds, got B = {B} and "
+            f"cu_seqlens of shape {tuple(cu_seqlens.shape)}"
+        )
+    _check_device("cu_seqlens", cu_seqlens, q)
+    if torch.compiler.is_compiling():
+        return
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != T or any(b > a for a, b in zip(bounds[1:], bounds[:-1], strict=True)):
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {T}, got {bounds if len(bounds) < 20 else bounds[:19]}")
+
+
+def _initial_state(
+    q: Tensor, v: Tensor, state: FastWeightState | None, with_z: bool, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """W and z to start from: checked ones of `state`, or zeros."""
+    (B, _, H, D), M = q.shape, v.shape[-1]
+    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if state is None:
+        W = torch.zeros(N, H, D, M, dtype=dtype, device=q.device)
+        return W, W[..., 0].clone() if with_z else None
+    if not isinstance(state, FastWeightState):
+        raise TypeError(f"state must be a FastWeightState or None, got {type(state).__name__}")
+    if with_z != (state.z is not None):
+        has, wants = ("no z", "needs one") if with_z else ("a z", "has none")
+        raise ValueError(f"state has {has} but this call {wants}; it comes from another normalization")
+    for name, x, shape in (("W", state.W, (N, H, D, M)), ("z", state.z, (N, H, D))):
+        if x is None:
+            continue
+        if x.shape != shape:
+            raise ValueError(f"state.{name} must have shape {shape} here, got {tuple(x.shape)}")
+        if x.dtype != dtype:
+            raise TypeError(f"state.{name} must be {dtype} beside {q.dtype} inputs, got {x.dtype}; use state.to(...)")
+        _check_device(f"state.{name}", x, q)
+    return state.W, state.z
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device} but q on {q.device}; move it there with .to({str(q.device)!r})")
+
+
+def _shape(*sizes: object) -> str:
+    return f"({', '.join(map(str, sizes))})"

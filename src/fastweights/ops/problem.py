@@ -1,0 +1,57 @@
+"""One checked call of the memory, as every backend receives it.
+
+B batch, T time, H heads, D = d_dot (keys and queries after phi), M = d_value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastweights.ops.rules import Rule
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """q, k (B, T, H, D), v (B, T, H, M), gates (B, T, H) each, W (N, H, D, M), z (N, H, D) or None.
+
+    N is B, or the number of packed sequences. z is there exactly when attention normalisation is asked for. Where
+    `mask` (B, T) is False, q, k and v are zero and the gates say "change nothing" already; only a rule outside the
+    family has to look at it.
+    """
+
+    rule: Rule
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: dict[str, Tensor]
+    W: Tensor
+    z: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    mask: Tensor | None = None
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """What state and sums are kept in: at least float32."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    def unpack(self) -> Iterator[Problem]:
+        """The packed sequences one by one, each a batch of one."""
+        assert self.cu_seqlens is not None
+        bounds = self.cu_seqlens.tolist()
+        for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+            span = slice(start, end)
+            yield replace(
+                self,
+                q=self.q[:, span],
+                k=self.k[:, span],
+                v=self.v[:, span],
+                gates={name: gate[:, span] for name, gate in self.gates.items()},
+                W=self.W[i : i + 1],
+                z=None if self.z is None else self.z[i : i + 1],
+                mask=None if self.mask is None else self.mask[:, span],
+                cu_seqlens=None,
+            )

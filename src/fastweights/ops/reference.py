@@ -1,0 +1,51 @@
+"""The paper's equations as a plain loop over time: any rule, any dtype, differentiable twice. The oracle."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastweights.ops.normalization import safe_divide
+from fastweights.ops.problem import Problem
+
+
+def run(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y (B, T, H, M), final W and z. Packed sequences run one after the other."""
+    if problem.cu_seqlens is None:
+        return _run_batch(problem)
+    ys, Ws, zs = zip(*(_run_batch(sequence) for sequence in problem.unpack()), strict=True)
+    return torch.cat(ys, 1), torch.cat(Ws), None if problem.z is None else torch.cat(zs)
+
+
+def _run_batch(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The recurrence itself. For the delta rule without normalisation it amounts to
+
+    for t in range(T):
+        v_bar = k[t] @ W
+        W = W + outer(k[t], beta[t] * (v[t] - v_bar))
+        y[t] = q[t] @ W
+    """
+    rule, W, z, dtype = problem.rule, problem.W, problem.z, problem.state_dtype
+    q, k, v = problem.q.to(dtype), problem.k.to(dtype), problem.v.to(dtype)
+    outputs = [v[:, 0:0]]
+    for t in range(q.shape[1]):
+        gates = {name: gate[:, t, :, None].to(dtype) for name, gate in problem.gates.items()}
+        W_old, z_old = W, z
+        a, c = rule.accumulator(**gates)
+        z = z if z is None or a is None else a * z
+
+        W = rule.step(W, k[:, t], v[:, t], lambda W, x, z=z: _read(W, x, z), **gates)
+        z = None if z is None else z + (k[:, t] if c is None else c * k[:, t])
+
+        if problem.mask is not None:
+            kept = problem.mask[:, t, None, None]
+            W = torch.where(kept.unsqueeze(-1), W, W_old)
+            z = None if z is None or z_old is None else torch.where(kept, z, z_old)
+        outputs.append(_read(W, q[:, t], z).unsqueeze(1))
+    return torch.cat(outputs, 1).to(problem.q.dtype), W, z
+
+
+def _read(W: Tensor, x: Tensor, z: Tensor | None) -> Tensor:
+    """W x, Eq. 25, over z·x under attention normalisation, Eqs. 19, 27 and 28."""
+    value = (x.unsqueeze(-2) @ W).squeeze(-2)
+    return value if z is None else safe_divide(value, (x * z).sum(-1, keepdim=True))

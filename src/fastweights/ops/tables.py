@@ -1,0 +1,18 @@
+"""The tables that multiply: looking a name up, and saying what would have worked when it is not there."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import TypeVar
+
+Entry = TypeVar("Entry")
+
+
+def look_up(table: Mapping[str, Entry], name: object, what: str) -> Entry:
+    """Entry of `table` called `name`; a ValueError that lists the names and suggests the nearest otherwise."""
+    if not isinstance(name, str):
+        raise TypeError(f"{what} must be a name, got {type(name).__name__}; known names: {', '.join(table)}")
+    if name in table:
+        return table[name]
+    near = get_close_matches(name, table, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"unknown {what} {name!r}{hint} (known: {', '.join(table)})")
