@@ -40,7 +40,7 @@ _HOMES = {
     "sum_normalize": "ops.normalization",
     "update_rule": "ops.rules",
 }
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> object:

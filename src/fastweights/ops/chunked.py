@@ -1,6 +1,6 @@
 """The family's recurrence in chunks, in plain PyTorch: matrix products inside a chunk, one state between chunks.
 
-With chunk-start state W_0, Γ[t, s] = a_{s+1} ⋯ a_t and γ_t = a_1 ⋯ a_t, a chunk of C steps is (docs/maths.md derives it)
+With chunk-start state W_0, Γ[t, s] = a_{s+1} ⋯ a_t and γ_t = a_1 ⋯ a_t, a chunk of C steps is (see docs/maths.md)
 
     (I + A) U = diag(w) V - diag(e γ) K W_0        A[t, s] = e_t Γ[t, s] k_t·k_s for s < t
     Y   = diag(γ) Q W_0 + (Γ ∘ Q K^T) U            lower triangle, diagonal included
@@ -13,6 +13,7 @@ state before each chunk, and computes the rest again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ Optional3 = tuple[Tensor | None, Tensor | None, Tensor | None]
 class Layout:
     """Tokens (B, T, H, ·) as chunks (G, H, C, ·): the first chunk of every sequence, then the second, and so on.
 
-    Sequences stand in order of falling length, so that those with a j-th chunk are the first `active[j]` rows of a state
-    and the j-th chunks are one slice. Positions past a sequence's end are filled so that they change nothing.
+    Sequences stand in order of falling length, so that those with a j-th chunk are the first `active[j]` rows of a
+    state and the j-th chunks are one slice. Positions past a sequence's end are filled so that they change nothing.
     """
 
     def __init__(self, tokens: Tensor, chunk: int, cu_seqlens: Tensor | None) -> None:
@@ -36,7 +37,7 @@ class Layout:
             self.active = [self.batch] * steps
             return
         bounds = cu_seqlens.tolist()
-        lengths = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+        lengths = [end - start for start, end in pairwise(bounds)]
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         counts = [-(-lengths[i] // chunk) for i in order]
         self.active = [sum(count > j for count in counts) for j in range(counts[0] if counts else 0)]
@@ -105,8 +106,8 @@ class Chunks:
             self.reach = torch.ones(length, length, dtype=self.k.dtype, device=device).tril()
             self.fade = None
         else:
-            # Column 0 belongs to the state before the chunk: γ. Products, not exponents of sums of logarithms: exact for
-            # a gate that closes (a = 0), and for any sign.
+            # Column 0 belongs to the state before the chunk: γ. Products, not exponents of sums of logarithms: exact
+            # for a gate that closes (a = 0), and for any sign.
             ones = torch.ones(length, length + 1, dtype=torch.bool, device=device)
             products = torch.where(ones.tril(), self.a.unsqueeze(-1), 1).cumprod(-2)
             self.span = products.masked_fill(~ones.tril(1), 0)
@@ -179,7 +180,7 @@ def chunked(
         layout, x = _load(q, k, v, (a, e, w), cu_seqlens, chunk, W.dtype)
         W = layout.sort(W)
         count = _number_of_chunks(q.shape[1], q.shape[0], chunk, cu_seqlens)
-        before = W.new_empty((count, *W.shape[1:]))
+        before = W.new_zeros((count, *W.shape[1:]))
         for n, at in zip(layout.active, layout.slices, strict=True):
             before[at] = now = W[:n]
             u = x.written[at] if x.e is None else x.written[at] - x.k_solved[at] @ now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def fast_weight_memory(
         rule: a name from `list_rules()`, or `update_rule(name, **options)`.
         beta, decay: gates (B, T, H), given exactly when the rule takes them; float32 is welcome beside 16-bit q, k, v.
         normalization: None, or "attention" (Eqs. 18-19, and 26-28 where the rule removes).
-        cu_seqlens: bounds (N + 1,) of N sequences packed along T with B = 1, as in FlashAttention; each has its own state.
+        cu_seqlens: bounds (N + 1,) of N sequences packed along T with B = 1, as in FlashAttention; N states.
         state: what an earlier call returned; zeros if None. Gradients flow into it.
         backend: a name from `list_backends()`; "auto" takes FASTWEIGHTS_BACKEND or else the first that can.
         mask: (B, T), False for padding: such a token changes nothing, and its output is 0.
@@ -54,7 +55,7 @@ def fast_weight_memory(
         y (B, T, H, M) in the dtype of q, and the state after the last step (float32 for 16-bit inputs).
     """
     rule = update_rule(rule)
-    q, k, v, beta, decay = _autocast(q, k, v, beta, decay)
+    q, k, v = _autocast(q, k, v)
     gates = _check_inputs(rule, q, k, v, {"beta": beta, "decay": decay})
     look_up({"attention": None, "None": None}, str(normalization), "normalization")
     _check_packing(q, cu_seqlens, mask)
@@ -69,7 +70,7 @@ def fast_weight_memory(
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Under autocast the inputs take its dtype, as those of a matrix product do."""
+    """Under autocast q, k and v take its dtype, as the inputs of a matrix product do."""
     first = tensors[0]
     if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
         return tensors
@@ -104,7 +105,7 @@ def _check_inputs(rule: Rule, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, 
         if name not in rule.gates and gate is not None:
             takes = " and ".join(rule.gates) or "no gates"
             raise ValueError(
-                f"rule {rule.name!r} has no {name} (it takes {takes}), got one of shape {tuple(gate.shape)}; leave it out"
+                f"rule {rule.name!r} has no {name} (it takes {takes}), got shape {tuple(gate.shape)}; leave it out"
             )
     taken = {name: gate for name, gate in gates.items() if gate is not None}
     for name, gate in taken.items():
@@ -139,7 +140,7 @@ def _check_packing(q: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None) ->
     if torch.compiler.is_compiling():
         return
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != T or any(b > a for a, b in zip(bounds[1:], bounds[:-1], strict=True)):
+    if bounds[0] != 0 or bounds[-1] != T or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(f"cu_seqlens must rise from 0 to T = {T}, got {bounds if len(bounds) < 20 else bounds[:19]}")
 
 

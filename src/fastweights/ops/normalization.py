@@ -17,8 +17,8 @@ def safe_divide(x: Tensor, by: Tensor) -> Tensor:
 def sum_normalize(x: Tensor) -> Tensor:
     """Divide features by their sum over the last axis, Eq. 29; zeros where the sum is 0.
 
-    Balances what the delta rule writes and removes (App. A.2). Equivalent to `x / x.sum(-1, keepdim=True)`, with the sum
-    taken in float32 for 16-bit inputs.
+    Balances what the delta rule writes and removes (App. A.2). Equivalent to `x / x.sum(-1, keepdim=True)`, with the
+    sum taken in float32 for 16-bit inputs.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return safe_divide(wide, wide.sum(-1, keepdim=True)).to(x.dtype)

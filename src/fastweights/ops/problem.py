@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class Problem:
         """The packed sequences one by one, each a batch of one."""
         assert self.cu_seqlens is not None
         bounds = self.cu_seqlens.tolist()
-        for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for i, (start, end) in enumerate(pairwise(bounds)):
             span = slice(start, end)
             yield replace(
                 self,

@@ -1,0 +1,56 @@
+"""Linear attention without a direction of time, for encoders and cross-attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastweights.ops.normalization import safe_divide
+from fastweights.ops.tables import look_up
+
+
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, normalization: str | None = "attention"
+) -> Tensor:
+    """Every query reads the memory of all keys and values: Eq. 14 with the sums over the whole sequence.
+
+    Equivalent to
+
+        weights = einsum("bihd, bjhd -> bhij", q, k)                  # never formed: O(T), not O(T²)
+        y = einsum("bhij, bjhm -> bihm", weights / weights.sum(-1, keepdim=True), v)
+
+    Args:
+        q: queries (B, T, H, D), already mapped by phi.
+        k, v: keys (B, S, H, D), mapped by phi, and values (B, S, H, M); S may differ from T.
+        mask: (B, S), False for keys that are padding.
+        normalization: "attention", or None for the plain sum over v ⊗ k.
+
+    Returns:
+        y (B, T, H, M), 0 where no key is left or none has anything in common with the query.
+    """
+    _check(q, k, v, mask)
+    look_up({"attention": None, "None": None}, str(normalization), "normalization")
+    wide = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        if mask is not None:
+            k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (k, v))
+        Q, K, V = (x.to(wide).transpose(1, 2) for x in (q, k, v))
+        y = Q @ (K.mT @ V)
+        if normalization == "attention":
+            y = safe_divide(y, Q @ K.sum(-2).unsqueeze(-1))
+        return y.transpose(1, 2).to(q.dtype)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    given = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"q must be (B, T, H, D), k (B, S, H, D) and v (B, S, H, M), got {given}")
+    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
+        raise ValueError(f"k must agree with q in all but its length, got {given}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"v must agree with k in all but its last size, got {given}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype} and {v.dtype}; cast one of them")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != k.shape[:2]):
+        wanted = f"bool of shape (B, S) = {tuple(k.shape[:2])}"
+        raise ValueError(f"mask must be {wanted}, True for keys that count, got {mask.dtype} {tuple(mask.shape)}")

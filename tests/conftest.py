@@ -1,0 +1,19 @@
+"""What every test stands on: one thread, fixed seeds, and NaN in all memory that nobody wrote."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("fastweights", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("fastweights")
+
+
+@pytest.fixture(autouse=True)
+def _surroundings(monkeypatch):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    # In deterministic mode torch.empty comes filled with NaN, so an element that is never written shows.
+    torch.use_deterministic_algorithms(True)
+    monkeypatch.delenv("FASTWEIGHTS_BACKEND", raising=False)
+    yield
+    torch.use_deterministic_algorithms(False)

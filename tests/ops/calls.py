@@ -1,0 +1,115 @@
+"""Random calls of `fast_weight_memory`, and everything a call gives: outputs, final state, gradients."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from fastweights.ops.backends import BACKENDS
+from fastweights.ops.memory import fast_weight_memory
+from fastweights.ops.rules import RULES
+from fastweights.ops.state import FastWeightState
+
+FAMILY = [name for name, rule in RULES.items() if rule.coefficients is not None]
+NORMALIZATIONS = [None, "attention"]
+# Every rule with every backend that says it can run it.
+PAIRS = [(rule, backend) for rule in RULES for backend in BACKENDS if rule in FAMILY or backend == "reference"]
+
+
+@dataclass
+class Call:
+    """The tensors of one call; `state` is (W,) or (W, z)."""
+
+    rule: str
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    gates: dict[str, torch.Tensor]
+    state: tuple[torch.Tensor, ...]
+
+    @property
+    def normalization(self):
+        return "attention" if len(self.state) == 2 else None
+
+    def inputs(self):
+        return [self.q, self.k, self.v, *self.gates.values(), *self.state]
+
+    def with_inputs(self, inputs):
+        q, k, v, *rest = inputs
+        n = len(self.gates)
+        return replace(self, q=q, k=k, v=v, gates=dict(zip(self.gates, rest[:n], strict=True)), state=tuple(rest[n:]))
+
+    def to(self, dtype):
+        wide = torch.promote_types(dtype, torch.float32)
+        moved = self.with_inputs([x.to(dtype) for x in self.inputs()])
+        return replace(moved, state=tuple(x.to(wide) for x in self.state))
+
+    def requiring_grad(self):
+        return self.with_inputs([x.detach().clone().requires_grad_() for x in self.inputs()])
+
+    def tokens(self, start, end):
+        """The call on a stretch of time, from the same state."""
+        return replace(
+            self,
+            q=self.q[:, start:end],
+            k=self.k[:, start:end],
+            v=self.v[:, start:end],
+            gates={name: gate[:, start:end] for name, gate in self.gates.items()},
+        )
+
+    def run(self, backend="reference", **more):
+        """[y, W] or [y, W, z]."""
+        y, state = fast_weight_memory(
+            self.q,
+            self.k,
+            self.v,
+            rule=self.rule,
+            normalization=self.normalization,
+            state=FastWeightState(*self.state),
+            backend=backend,
+            **self.gates,
+            **more,
+        )
+        return [y, *state.tensors().values()]
+
+
+def random_call(rule, normalization=None, B=2, T=7, H=2, D=5, M=3, dtype=torch.float64, seed=0):
+    """Positive, sum-normalised keys as the paper has them, and gates that are now and then fully open or shut."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(*shape):
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    q, k = uniform(B, T, H, D), uniform(B, T, H, D) ** 2
+    gates = {}
+    for name in RULES[rule].gates:
+        gate = uniform(B, T, H)
+        gates[name] = torch.where(uniform(B, T, H) < 0.1, gate.round(), gate)
+    if normalization and "decay" in gates:
+        # A memory wiped out by decay = 0 reads as 0 by definition, which is no limit of decays above 0.
+        gates["decay"] = gates["decay"].clamp(min=0.05)
+    state = (uniform(B, H, D, M) - 0.5, uniform(B, H, D))[: 2 if normalization else 1]
+    call = Call(rule, q / q.sum(-1, keepdim=True), k / k.sum(-1, keepdim=True), uniform(B, T, H, M) - 0.5, gates, state)
+    return call.to(dtype)
+
+
+def gradients(outputs, inputs, seed=1):
+    """Gradients of a random projection of all outputs, the final state among them."""
+    generator = torch.Generator().manual_seed(seed)
+    loss = sum(
+        (out.double() * torch.randn(out.shape, generator=generator, dtype=torch.float64)).sum() for out in outputs
+    )
+    return torch.autograd.grad(loss, inputs)
+
+
+def relative_error(ours, theirs):
+    """||ours - theirs|| / ||theirs||, the largest over pairs; NaN counts as infinite.
+
+    What is nearly 0 beside the other tensors, such as a gradient that cancels, is measured against them.
+    """
+    worst = 0.0
+    least = 1e-3 * max(b.double().norm().item() for b in theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.shape == b.shape
+        error = (a.double() - b.double()).norm() / b.double().norm().clamp(min=least)
+        worst = max(worst, float("inf") if error.isnan() else error.item())
+    return worst

@@ -1,0 +1,49 @@
+"""Exact gradients: finite differences in float64, for every rule, normalisation and backend."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from fastweights.ops import chunked
+from fastweights.ops.rules import RULES, update_rule
+from tests.ops.calls import NORMALIZATIONS, PAIRS, random_call
+
+
+def as_function(call, backend):
+    """The call as a function of q, k, v, the gates and the initial state, returning y and the final state."""
+    return lambda *inputs: tuple(call.with_inputs(inputs).run(backend))
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize(("rule", "backend"), PAIRS)
+def test_gradcheck(rule, backend, normalization, monkeypatch):
+    # Chunks of three, so that seven steps meet two boundaries and a short last chunk.
+    monkeypatch.setattr(chunked, "chunk_length", lambda D, M: 3)
+    call = random_call(rule, normalization, B=2, T=7, H=1, D=3, M=2).requiring_grad()
+    assert gradcheck(as_function(call, backend), call.inputs())
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("rule", RULES)
+def test_reference_is_differentiable_twice(rule, normalization):
+    call = random_call(rule, normalization, B=1, T=3, H=1, D=2, M=2).requiring_grad()
+    assert gradgradcheck(as_function(call, "reference"), call.inputs())
+
+
+def test_identity_sigma_of_1991_is_the_sum_rule():
+    call = random_call("sum")
+    y, W = call.run()
+    call.rule = update_rule("fwp1991", sigma="identity")
+    assert torch.equal(call.run()[0], y)
+    assert torch.equal(call.run()[1], W)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_packed_gradcheck(backend, monkeypatch):
+    monkeypatch.setattr(chunked, "chunk_length", lambda D, M: 3)
+    call = random_call("gated_delta", "attention", B=1, T=9, H=2, D=3, M=2)
+    start = random_call("gated_delta", "attention", B=3, H=2, D=3, M=2, seed=5)
+    call.state = start.state
+    call = call.requiring_grad()
+    bounds = torch.tensor([0, 4, 4, 9])
+    assert gradcheck(lambda *x: tuple(call.with_inputs(x).run(backend, cu_seqlens=bounds)), call.inputs())

@@ -1,0 +1,104 @@
+"""The chunked backend as a citizen of PyTorch: opcheck, torch.compile, autocast, DDP."""
+
+import pytest
+import torch
+from torch.multiprocessing import spawn
+
+import fastweights as fw
+from fastweights.ops.chunked import chunked, chunked_backward
+from tests.ops.calls import FAMILY, gradients, random_call, relative_error
+
+
+def op_inputs(rule, packed, dtype=torch.float32, grad=False):
+    call = random_call(rule, B=1 if packed else 2, T=9, H=2, D=3, M=2, dtype=dtype)
+    gates = fw.ops.rules.RULES[rule].coefficients(**{n: g.float() for n, g in call.gates.items()})
+    W = torch.rand(2, 2, 3, 2)
+    bounds = torch.tensor([0, 4, 9]) if packed else None
+    floats = [call.q, call.k, call.v, *gates, W]
+    floats = [x if x is None else x.detach().clone().requires_grad_(grad) for x in floats]
+    return (*floats, bounds, torch.float32, 4, True)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rule", FAMILY)
+def test_opcheck(rule, packed):
+    inputs = op_inputs(rule, packed, grad=True)
+    torch.library.opcheck(chunked, inputs)
+    y, W, before = chunked(*(x.detach() if isinstance(x, torch.Tensor) else x for x in inputs))
+    q, k, v, a, e, w = (x if x is None else x.detach() for x in inputs[:6])
+    torch.library.opcheck(chunked_backward, (y, W, q, k, v, a, e, w, before, inputs[7], 4))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiles_without_graph_breaks(packed):
+    call = random_call("gated_delta", "attention", 1 if packed else 2, 40, 2, 4, 3)
+    bounds = torch.tensor([0, 7, 40]) if packed else None
+    if packed:
+        call.state = random_call("gated_delta", "attention", 2, 1, 2, 4, 3, seed=3).state
+    call = call.requiring_grad()
+
+    def function(*inputs):
+        return call.with_inputs(inputs).run("chunked", cu_seqlens=bounds)
+
+    eager = function(*call.inputs())
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*call.inputs())
+    ours = [*compiled, *gradients(compiled, call.inputs())]
+    assert relative_error(ours, [*eager, *gradients(eager, call.inputs())]) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # from inside torch, on its first compilation
+def test_layer_compiles_with_inductor():
+    layer = fw.FastWeightAttention(16, 2, feature_map="dpfp")
+    x = torch.randn(2, 40, 16, requires_grad=True)
+    y, state = torch.compile(layer, fullgraph=True)(x)
+    expected, expected_state = layer(x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(state.W, expected_state.W)
+    torch.testing.assert_close(*(torch.autograd.grad(out.sum(), x) for out in (y, expected)))
+
+
+def test_autocast_runs_in_its_dtype_and_keeps_the_state_wide():
+    layer = fw.FastWeightAttention(16, 2)
+    x = torch.randn(2, 40, 16, requires_grad=True)
+    expected, _ = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = layer(x)
+        y, state = layer(x, state.detach())
+    assert state.W.dtype == torch.float32
+    (grad,) = torch.autograd.grad(y.float().sum(), x)
+    assert grad.isfinite().all()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert relative_error([layer(x)[0]], [expected]) < 2e-2
+
+
+def test_no_second_backward_through_chunks():
+    """The chunked backward is not differentiable; asking must fail, not return zeros."""
+    call = random_call("delta").requiring_grad()
+    (dq,) = torch.autograd.grad(call.run("chunked")[0].sum(), call.q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        dq.sum().backward()
+
+
+def _train_one_step(rank, store, results):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    layer = torch.nn.parallel.DistributedDataParallel(fw.FastWeightAttention(8, 2))
+    x = torch.randn(4, 20, 8, generator=torch.Generator().manual_seed(7))
+    layer(x[2 * rank : 2 * rank + 2])[0].square().mean().backward()
+    torch.save([p.grad for p in layer.parameters()], f"{results}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_ddp_averages_the_gradients(tmp_path):
+    spawn(_train_one_step, (tmp_path / "store", tmp_path), nprocs=2)
+    torch.manual_seed(0)
+    layer = fw.FastWeightAttention(8, 2)
+    x = torch.randn(4, 20, 8, generator=torch.Generator().manual_seed(7))
+    layer(x)[0].square().mean().backward()
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert relative_error(found, [p.grad for p in layer.parameters()]) < 1e-5
