@@ -95,9 +95,8 @@ def random_call(rule, normalization=None, B=2, T=7, H=2, D=5, M=3, dtype=torch.f
 def gradients(outputs, inputs, seed=1):
     """Gradients of a random projection of all outputs, the final state among them."""
     generator = torch.Generator().manual_seed(seed)
-    loss = sum(
-        (out.double() * torch.randn(out.shape, generator=generator, dtype=torch.float64)).sum() for out in outputs
-    )
+    weights = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device) for out in outputs]
+    loss = sum((out.double() * weight).sum() for out, weight in zip(outputs, weights, strict=True))
     return torch.autograd.grad(loss, inputs)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.feature_maps import FeatureMap, feature_map
+from fastweights.layers.checks import check_input, check_token, head_size
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.normalization import l2_normalize, sum_normalize
 from fastweights.ops.rules import Rule, update_rule
@@ -70,11 +71,7 @@ class FastWeightAttention(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if min(d_model, n_heads) < 1:
-            raise ValueError(f"d_model and n_heads must be at least 1, got {d_model} and {n_heads}")
-        if d_head is None and d_model % n_heads:
-            raise ValueError(f"d_model = {d_model} does not divide into {n_heads} heads; give d_head or other numbers")
-        d_head = d_model // n_heads if d_head is None else d_head
+        d_head = head_size(d_model, n_heads, d_head)
         if not project_queries and d_head * n_heads != d_model:
             raise ValueError(
                 f"without a query projection n_heads * d_head must be d_model = {d_model}, got {n_heads} * {d_head}"
@@ -105,17 +102,15 @@ class FastWeightAttention(nn.Module):
         `mask` (B, T) is False for padding, which then leaves no trace; `cu_seqlens` packs sequences, see
         `fast_weight_memory`.
         """
-        if x.dim() != 3 or x.shape[-1] != self.d_model:
-            raise ValueError(f"x must have shape (B, T, d_model = {self.d_model}), got {tuple(x.shape)}")
+        x = check_input(x, self.d_model, mask)
         return self._attend(x, state, mask, cu_seqlens, self.feature_map)
 
     def step(self, x: Tensor, state: FastWeightState | None = None) -> tuple[Tensor, FastWeightState]:
         """One token: x (B, d_model) -> y (B, d_model), state. Memory and time do not grow with the tokens seen."""
-        if x.dim() != 2 or x.shape[-1] != self.d_model:
-            raise ValueError(f"x must have shape (B, d_model = {self.d_model}), got {tuple(x.shape)}")
+        x = check_token(x, self.d_model)
         # Random features stay as they are: a memory can only be read with the features it was written with.
         same_features = lambda q, k: (self.feature_map.map(q), self.feature_map.map(k))  # noqa: E731
-        y, state = self._attend(x.unsqueeze(1), state, None, None, same_features)
+        y, state = self._attend(x, state, None, None, same_features)
         return y.squeeze(1), state
 
     def _attend(

@@ -32,8 +32,8 @@ class State:
         return self._map(Tensor.clone)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """As `Tensor.to`."""
-        return self._map(lambda tensor: tensor.to(*args, **kwargs))
+        """As `Tensor.to`; a dtype is for the numbers and leaves masks bool."""
+        return self._map(lambda x: x.to(*args, **kwargs).bool() if x.dtype == torch.bool else x.to(*args, **kwargs))
 
     def reorder(self, index: Tensor) -> Self:
         """Row `index[i]` becomes row i; rows may repeat, so beams can fork."""

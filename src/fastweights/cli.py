@@ -1,0 +1,59 @@
+"""The command line. PyTorch and matplotlib are imported by the commands that need them, so that help comes at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import fastweights
+
+app = typer.Typer(
+    name="fastweights",
+    help="Fast weights, linear attention and the delta rule: experiments, benchmarks and facts about this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure speed and memory against rivals in the same run.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@app.callback(invoke_without_command=True)
+def _main(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+    if version:
+        typer.echo(f"fastweights {fastweights.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def info() -> None:
+    """Show versions, devices, and every rule, feature map and backend with what it can do here."""
+    from fastweights.commands.info import show
+
+    show()
+
+
+@app.command()
+def tour() -> None:
+    """See the update rules side by side: who can overwrite one memory and keep the others? Takes seconds."""
+    from fastweights.commands.tour import show
+
+    show()
+
+
+@bench.command()
+def memory(
+    out: Annotated[Path | None, typer.Option(help="Write the measurements to this JSON file.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs for each number; the median is reported.")] = 5,
+) -> None:
+    """Chunked against the reference loop and the quadratic form on the CPU: time and peak memory."""
+    from fastweights.benchmarks.memory import run
+
+    run(out, repeats)
+
+
+def main() -> None:
+    """Entry point of the `fastweights` command."""
+    app()

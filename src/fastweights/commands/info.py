@@ -1,0 +1,38 @@
+"""`fastweights info`: what is here, what it can do, and why something cannot be used."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import fastweights as fw
+from fastweights.ops.backends import BACKENDS, ENVIRONMENT
+from fastweights.ops.rules import RULES
+
+
+def show() -> None:
+    """Print the tables."""
+    console = Console()
+    console.print(f"fastweights {fw.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+    console.print(f"cpu: {torch.get_num_threads()} threads")
+    for i in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(i)
+        console.print(f"cuda:{i}: {torch.cuda.get_device_name(i)}, compute capability {major}.{minor}")
+
+    backends = Table("backend", "usable here", "what it is", title=f"Backends, in the order auto tries ({ENVIRONMENT})")
+    for backend in BACKENDS.values():
+        reason = backend.unavailable()
+        backends.add_row(backend.name, "yes" if reason is None else f"no: {reason}", backend.description)
+    rules = Table("rule", "gates", "backends", "what it does", title="Update rules")
+    for name, description in fw.list_rules().items():
+        rule = RULES[name]
+        where = ", ".join(BACKENDS) if rule.coefficients else "reference (outside the family)"
+        rules.add_row(name, ", ".join(rule.gates) or "-", where, description)
+    maps = Table("feature map", "what it is", title="Feature maps")
+    for name, description in fw.list_feature_maps().items():
+        maps.add_row(name, description)
+    for table in (backends, rules, maps):
+        console.print(table)

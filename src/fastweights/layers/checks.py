@@ -1,0 +1,55 @@
+"""What every layer asks of its arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def head_size(d_model: int, n_heads: int, d_head: int | None) -> int:
+    """d_head, or d_model / n_heads if None."""
+    if min(d_model, n_heads, 1 if d_head is None else d_head) < 1:
+        raise ValueError(f"d_model, n_heads and d_head must be at least 1, got {d_model}, {n_heads} and {d_head}")
+    if d_head is None and d_model % n_heads:
+        raise ValueError(f"d_model = {d_model} does not divide into {n_heads} heads; give d_head or other numbers")
+    return d_model // n_heads if d_head is None else d_head
+
+
+def check_dropout(dropout: float) -> float:
+    """`dropout`, found to be a share."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+    return dropout
+
+
+def check_input(x: Tensor, d_model: int, mask: Tensor | None) -> Tensor:
+    """x with zeros for padding, whatever stood there, after it and `mask` were found to fit."""
+    if x.dim() != 3 or x.shape[-1] != d_model or 0 in x.shape:
+        hint = "; one token goes through step" if x.dim() == 2 else ""
+        raise ValueError(f"x must have shape (B, T, d_model = {d_model}), got {tuple(x.shape)}{hint}")
+    if mask is None:
+        return x
+    B, T = x.shape[:2]
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(
+            f"mask must be a bool tensor of shape (B, T) = {(B, T)}, True for tokens that count, got {kind}"
+        )
+    if mask.shape != (B, T):
+        raise ValueError(f"mask must have shape (B, T) = {(B, T)}, got {tuple(mask.shape)}")
+    check_device("mask", mask, x)
+    return x.masked_fill(~mask.unsqueeze(-1), 0)
+
+
+def check_token(x: Tensor, d_model: int) -> Tensor:
+    """One token per row as a segment of length 1."""
+    if x.dim() != 2 or x.shape[-1] != d_model:
+        hint = "; a segment goes through forward" if x.dim() == 3 else ""
+        raise ValueError(f"x must have shape (B, d_model = {d_model}), got {tuple(x.shape)}{hint}")
+    return x.unsqueeze(1)
+
+
+def check_device(name: str, tensor: Tensor, x: Tensor) -> None:
+    """Refuse a tensor that is not where x is."""
+    if tensor.device != x.device:
+        raise ValueError(f"{name} is on {tensor.device} but x on {x.device}; move it with .to({str(x.device)!r})")

@@ -1,0 +1,84 @@
+"""Every backend on the GPU against the float64 reference there: forward, final state and all gradients."""
+
+import pytest
+import torch
+
+from tests.ops.calls import FAMILY, NORMALIZATIONS, gradients, random_call, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BACKENDS = ["auto", "chunked"]
+LIMITS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+SHAPES = [  # B, T, H, D, M
+    (2, 1, 1, 8, 8),
+    (2, 7, 2, 16, 8),
+    (1, 63, 2, 8, 16),
+    (3, 100, 1, 32, 16),
+    (1, 300, 2, 40, 33),
+    (96, 256, 8, 16, 16),
+]
+
+
+def on_gpu(call):
+    return call.with_inputs([x.cuda() for x in call.inputs()])
+
+
+def everything(call, backend, **more):
+    call = call.requiring_grad()
+    outputs = call.run(backend, **more)
+    return [*outputs, *gradients(outputs, call.inputs())]
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", FAMILY)
+def test_agrees_with_float64(rule, backend, normalization, shape, dtype):
+    call = on_gpu(random_call(rule, normalization, *shape)).to(dtype)
+    exact = everything(call.to(torch.float64), "reference")
+    assert relative_error(everything(call, backend), exact) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", FAMILY)
+def test_packed(rule, backend):
+    call = random_call(rule, "attention", 1, 171, 2, 16, 8)
+    call.state = random_call(rule, "attention", 5, 1, 2, 16, 8, seed=3).state
+    call = on_gpu(call)
+    bounds = torch.tensor([0, 5, 5, 70, 71, 171], device="cuda")
+    exact = everything(call, "reference", cu_seqlens=bounds)
+    found = everything(call.to(torch.float32), backend, cu_seqlens=bounds)
+    assert relative_error(found, exact) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_inputs_same_bits(dtype):
+    call = on_gpu(random_call("delta", "attention", 4, 256, 4, 32, 16)).to(dtype)
+    first, second = everything(call, "auto"), everything(call, "auto")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.slow
+def test_cuda_graph():
+    call = on_gpu(random_call("delta", None, 4, 64, 2, 16, 16, torch.float32)).requiring_grad()
+    everything(call, "auto")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            y = call.run("auto")[0]
+            torch.autograd.grad(y.sum(), call.inputs())
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call.run("auto")[0]
+        grads = torch.autograd.grad(y.sum(), call.inputs())
+    graph.replay()
+    expected = call.run("auto")[0]
+    assert torch.equal(y, expected)
+    assert all(
+        torch.equal(a, b) for a, b in zip(grads, torch.autograd.grad(expected.sum(), call.inputs()), strict=True)
+    )
