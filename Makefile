@@ -10,7 +10,7 @@ test: lint
 	$(BIN)/pytest -n auto --dist worksteal
 
 reproduce: $(READY)
-	$(BIN)/fastweights tour
+	$(BIN)/fastweights reproduce all --scale small --out reproduced
 
 lint: $(READY)
 	$(BIN)/ruff check .

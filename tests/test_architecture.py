@@ -15,13 +15,14 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "fastweights"
 # Each may import from itself and from those before it.
 ORDER = [
+    "files",
+    "provenance",
     "ops",
     "feature_maps",
     "layers",
     "models",
     "data",
     "training",
-    "provenance",
     "experiments",
     "report",
     "benchmarks",

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 import fastweights
+from fastweights.commands.data import data
+from fastweights.commands.reproduce import report, reproduce
 
 app = typer.Typer(
     name="fastweights",
@@ -17,6 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 bench = typer.Typer(help="Measure speed and memory against rivals in the same run.", no_args_is_help=True)
+app.command()(reproduce)
+app.command()(report)
+app.command()(data)
 app.add_typer(bench, name="bench")
 
 

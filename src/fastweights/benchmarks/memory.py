@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fastweights as fw
-from fastweights.experiments.provenance import commit, hardware, versions
+from fastweights.provenance import commit, hardware, versions
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from fastweights.layers.checks import check_dropout, check_input, check_token, head_size
 from fastweights.layers.padding import PaddedState, check_state, join_masks, visible
+from fastweights.layers.positions import sinusoid
 
 
 @dataclass(eq=False)
@@ -131,15 +132,6 @@ class RelativeAttention(nn.Module):
             f"n_heads={self.n_heads}, d_head={self.d_head}, mem_len={self.mem_len}, "
             f"clamp_len={self.clamp_len}, dropout={self.dropout}"
         )
-
-
-def sinusoid(positions: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Embedding (N, dim) of N positions: sin(n 10000^(-2i/dim)) for each i < dim / 2, then the cosines."""
-    # In 16 bits, distances above 256 would fall together.
-    wide = torch.promote_types(dtype, torch.float32)
-    frequencies = 10000 ** (-torch.arange(0, dim, 2, dtype=wide, device=positions.device) / dim)
-    angles = positions.to(wide).unsqueeze(1) * frequencies
-    return torch.cat([angles.sin(), angles.cos()], -1).to(dtype)
 
 
 def shift(scores: Tensor) -> Tensor:

@@ -1,0 +1,110 @@
+"""`fastweights data`: a corpus from its files to the folder that training reads."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from fastweights.data.manifest import Report
+
+
+def data(
+    kind: Annotated[
+        str | None, typer.Argument(metavar="KIND", help="wikitext103, wikitext2, enwik8, text, ids or embedded.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="The corpus' files: a folder, a file or a zip archive.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to.", show_default="data/KIND")] = None,
+    valid: Annotated[Path | None, typer.Option(help="text, ids: validate on this file.")] = None,
+    test: Annotated[Path | None, typer.Option(help="text, ids: test on this file.")] = None,
+    min_count: Annotated[
+        int | None, typer.Option(help="text, embedded: rarer words become <unk>.", show_default="1, embedded 3")
+    ] = None,
+    max_words: Annotated[int | None, typer.Option(help="text, embedded: keep the most frequent words only.")] = None,
+    allow_other: Annotated[
+        bool, typer.Option("--allow-other", help="Take another corpus in the format of KIND, under its own name.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Prepare again what is finished.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Show the kinds of corpus and where each can be had.")] = False,
+) -> None:
+    """Prepare a corpus for training: build its vocabulary, write its tokens, and record counts and checksums."""
+    from fastweights.data.kinds import KINDS
+    from fastweights.data.prepare import prepare
+
+    if list_:
+        for name, row in KINDS.items():
+            typer.echo(f"{name:<12} {row.what}\n{'':<13}{row.obtain}")
+        return
+    try:
+        if kind is None:
+            raise ValueError(f"name a corpus: {', '.join(KINDS)}; --list says more")
+        out = Path("data") / kind if out is None else out
+        options = {"valid": valid, "test": test, "min_count": min_count, "max_words": max_words}
+        start = time.monotonic()
+        with _display() as report:
+            done = prepare(kind, source, out, allow_other=allow_other, force=force, report=report, **options)
+    except ValueError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("Stopped: nothing was finished; the same command starts again.", err=True)
+        raise typer.Exit(130) from None
+    _summary(done.manifest)
+    if done.fresh:
+        typer.echo(f"Written to {out} in {time.monotonic() - start:.0f} s")
+    else:
+        typer.echo(f"Found finished in {out}; --force prepares it again")
+
+
+def _summary(manifest: dict[str, Any]) -> None:
+    label = (
+        ""
+        if manifest["official"] or manifest["kind"] not in ("wikitext103", "wikitext2", "enwik8")
+        else (f", in the format of {manifest['kind']} but not that corpus")
+    )
+    size = manifest["vocabulary"]["size"]
+    typer.echo(f"{manifest['name']}{label}: {size:,} {manifest['vocabulary']['kind']}")
+    for split, entry in manifest["splits"].items():
+        outside = entry["out_of_vocabulary"]
+        note = f", {outside:,} of them outside the vocabulary" if outside else ""
+        typer.echo(f"  {split:<6}{entry['tokens']:>12,} tokens{note}")
+
+
+@contextmanager
+def _display() -> Iterator[Report]:
+    """A bar on a terminal, a line for each stage elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console, current = Console(file=sys.stderr), ""
+    if not console.is_terminal:
+
+        def line(stage: str, fraction: float) -> None:
+            nonlocal current
+            if stage != current:
+                typer.echo(stage, err=True)
+            current = stage
+
+        yield line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f} %"))
+    with Progress(*columns, TimeElapsedColumn(), console=console) as bars:
+        task = None
+
+        def bar(stage: str, fraction: float) -> None:
+            nonlocal current, task
+            if stage != current:
+                task = bars.add_task(stage, total=1.0)
+            current = stage
+            assert task is not None
+            bars.update(task, completed=fraction)
+
+        yield bar

@@ -1,0 +1,103 @@
+"""What a sweep shows while it runs: a live display on a terminal, a line for each finished cell elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from fastweights.experiments.base import Cell, Experiment, Record
+from fastweights.report.tables import format_loss, format_seconds
+
+_SHOWN = 6
+
+
+class Display:
+    """Watches the sweeps of a command, whose cells have these sizes together.
+
+    Large cells take longer and come first, so the time left is reckoned by size and not by number.
+    """
+
+    def __init__(self, console: Console, sizes: Sequence[int]) -> None:
+        self.console = console
+        self.live = console.is_terminal
+        self.finished = 0
+        self.total = len(sizes)
+        self._work_left = sum(sizes)
+        self._experiment = ""
+        self._work_done = 0
+        self._start = time.monotonic()
+        self._running: OrderedDict[str, str] = OrderedDict()
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        if self.live:
+            self._bars.start()
+            self._task = self._bars.add_task("", total=self.total, note="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live:
+            self._bars.stop()
+
+    def begin(self, experiment: Experiment, known: Sequence[Cell], missing: Sequence[Cell]) -> None:
+        self._experiment = experiment.name
+        self._running.clear()
+        self.finished += len(known)
+        self._work_left -= sum(cell.config["size"] for cell in known)
+        cells = len(known) + len(missing)
+        kept = f", {len(known)} of them known" if known else ""
+        self._say(f"{experiment.name}: {experiment.title}, {cells} cell{'s' if cells != 1 else ''}{kept}")
+        self._show()
+
+    def step(self, cell: Cell, step: int, loss: float) -> None:
+        if self.live:
+            self._running[cell.slug] = f"{cell.config['model']} S={cell.config['size']} {format_loss(loss)}"
+            self._running.move_to_end(cell.slug)
+            self._show()
+
+    def done(self, record: Record) -> None:
+        self.finished += 1
+        self._work_left -= record.config["size"]
+        self._work_done += record.config["size"]
+        self._running.pop(record.slug, None)
+        metrics = record.metrics
+        model, size, seed = (record.config[name] for name in ("model", "size", "seed"))
+        outcome = (
+            f"loss {format_loss(metrics['last_loss'])} after {metrics['steps']} steps, " if "steps" in metrics else ""
+        )
+        place = f"[{self.finished}/{self.total}] {self._experiment} {model} S={size} seed {seed}"
+        self._say(f"{place}: {outcome}{format_seconds(record.wall_s)}{self._left(', {} left')}")
+        self._show()
+
+    def _left(self, text: str) -> str:
+        """Time left at the pace so far; nothing until there is a pace."""
+        if not self._work_done or not self._work_left:
+            return ""
+        pace = (time.monotonic() - self._start) / self._work_done
+        return text.format("about " + format_seconds(pace * self._work_left))
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _show(self) -> None:
+        if self._task is not None:
+            newest = list(self._running.values())[-_SHOWN:]
+            note = "  ".join([self._left("{} left"), *newest]).strip()
+            self._bars.update(self._task, completed=self.finished, description=self._experiment, note=note)

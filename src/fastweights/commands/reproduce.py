@@ -1,0 +1,245 @@
+"""`fastweights reproduce` trains the cells of figures and tables; `fastweights report` draws what has been trained."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from fastweights.experiments.base import Experiment, Selection
+    from fastweights.experiments.store import Store
+    from fastweights.report.build import Chapter
+
+Out = Annotated[Path, typer.Option(help="Folder of the results.", show_default=True)]
+
+
+def reproduce(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Figures and tables, or 'all'.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Show what there is, its cost, and what has been run.")] = False,
+    scale: Annotated[
+        str, typer.Option(help="smoke (seconds), small (minutes) or paper (the paper's protocol).")
+    ] = "small",
+    models: Annotated[str | None, typer.Option(help="Only these models, separated by commas.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="These numbers of keys in place of the scale's: 20,40.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="These seeds in place of the scale's: 1,2,3.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    jobs: Annotated[int | None, typer.Option(help="Cells at once; the number of cores, or 8 on a GPU.")] = None,
+    out: Out = Path("results"),
+    force: Annotated[bool, typer.Option("--force", help="Train again what is already known.")] = False,
+) -> None:
+    """Train the models behind figures and tables of the paper, draw them, and say which of its statements hold.
+
+    Every cell is kept as soon as it is trained: the same command goes on where an interrupted one stopped.
+    """
+    from fastweights.experiments.sweep import sweep
+
+    with _input_errors():
+        store = _store(out)
+        if list_:
+            _print_list(store)
+            return
+        experiments = _experiments(names or [])
+        selection = _selection(experiments, scale, models, sizes, seeds)
+        device = _device(device)
+        jobs = _jobs(jobs, device)
+        plans = [(experiment, experiment.grid(scale, selection)) for experiment in experiments]
+        _require_plotting()
+        _check(store)
+        store.check_writable()
+    for experiment, grid in plans:
+        if not grid:
+            _say(f"{experiment.name}: nothing to run for this selection, skipped")
+    from fastweights.commands.progress import Display
+
+    trained: set[str] = set()
+    with Display(_console(), [size for _, grid in plans for _, size, _ in grid]) as display:
+        try:
+            for experiment in (experiment for experiment, grid in plans if grid):
+                cells = experiment.cells(scale, selection)
+                sweep(experiment, cells, store, display, device=device, jobs=jobs, force=force, trained=trained)
+        except KeyboardInterrupt:
+            _say(
+                f"Stopped: {display.finished} of {display.total} cells are done and kept in {out}. The same command"
+                f"{', without --force,' if force else ''} goes on from there; `fastweights report --out {out}` draws "
+                "what there is."
+            )
+            raise typer.Exit(130) from None
+    _finish(store, {experiment.name for experiment in experiments})
+
+
+def report(
+    out: Out = Path("results"),
+    loss: Annotated[str, typer.Option(help="The loss that counts: that of the last evaluation, or the best.")] = "last",
+) -> None:
+    """Draw the plots and the page from whatever results there are, without training anything."""
+    from fastweights.ops.tables import look_up
+
+    with _input_errors():
+        metric = look_up({"last": "last_loss", "best": "best_loss"}, loss, "loss")
+        store = _store(out)
+        _require_plotting()
+        names = _check(store)
+        if not names:
+            raise ValueError(f"there are no results in {out}; `fastweights reproduce --list` shows what can be run")
+        store.check_writable()
+    _finish(store, set(names), metric)
+
+
+@contextmanager
+def _input_errors() -> Iterator[None]:
+    from fastweights.experiments.base import BadInput
+
+    try:
+        yield
+    except (BadInput, ValueError) as error:
+        _say(f"Error: {error}")
+        raise typer.Exit(2) from None
+
+
+def _say(message: str) -> None:
+    typer.echo(message, err=True)
+
+
+def _store(out: Path) -> Store:
+    from fastweights.experiments.store import Store
+
+    return Store(out, lambda message: _say(f"Warning: {message}"))
+
+
+def _experiments(names: Sequence[str]) -> list[Experiment]:
+    from fastweights.experiments import EXPERIMENTS
+    from fastweights.ops.tables import look_up
+
+    if not names:
+        raise ValueError(f"name what to reproduce: {', '.join(EXPERIMENTS)}, or all; --list shows what each costs")
+    chosen = [name for given in names for name in (EXPERIMENTS if given == "all" else [given])]
+    return [look_up(EXPERIMENTS, name, "figure or table") for name in dict.fromkeys(chosen)]
+
+
+def _selection(
+    experiments: Sequence[Experiment], scale: str, models: str | None, sizes: str | None, seeds: str | None
+) -> Selection:
+    from fastweights.experiments.base import SCALES, Selection
+    from fastweights.ops.tables import look_up
+
+    look_up(SCALES, scale, "scale")
+    known = {model: model for experiment in experiments for model in experiment.models}
+    chosen = None if models is None else tuple(look_up(known, model, "model") for model in _items(models, "--models"))
+    selection = Selection(chosen, _numbers(sizes, "--sizes", 2), _numbers(seeds, "--seeds", 0))
+    if not any(experiment.grid(scale, selection) for experiment in experiments):
+        drawn = "; ".join(
+            f"{experiment.name} has sizes {', '.join(map(str, experiment.scales[scale].sizes))} "
+            f"and models {', '.join(experiment.models)}"
+            for experiment in experiments
+        )
+        raise ValueError(f"this selection leaves nothing to run at scale {scale}: {drawn}")
+    return selection
+
+
+def _items(text: str, option: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise ValueError(f"{option} takes values separated by commas, got {text!r}")
+    return list(dict.fromkeys(items))
+
+
+def _numbers(text: str | None, option: str, least: int) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    items = _items(text, option)
+    if not all(item.isdecimal() and int(item) >= least for item in items):
+        raise ValueError(f"{option} takes whole numbers of at least {least} separated by commas, got {text!r}")
+    return tuple(dict.fromkeys(int(item) for item in items))
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+    return name
+
+
+def _jobs(jobs: int | None, device: str) -> int:
+    if jobs is None:
+        return 8 if device.startswith("cuda") else os.cpu_count() or 1
+    if jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {jobs}")
+    return jobs
+
+
+def _require_plotting() -> None:
+    if find_spec("matplotlib") is None:
+        raise ValueError("the plots need matplotlib: pip install 'fastweights[experiments]'")
+
+
+def _check(store: Store) -> list[str]:
+    """Read everything that will be drawn, so that a broken file is found before anything is trained or written."""
+    from fastweights.experiments import EXPERIMENTS
+
+    return [name for name in EXPERIMENTS if store.known(name)]
+
+
+def _print_list(store: Store) -> None:
+    from rich.table import Table
+
+    from fastweights.experiments import EXPERIMENTS
+    from fastweights.experiments.base import SCALES
+    from fastweights.report.tables import format_seconds
+
+    table = Table("name", "what", *(f"at scale {scale}" for scale in SCALES), "results", pad_edge=False, box=None)
+    for experiment in EXPERIMENTS.values():
+        costs = [f"{len(experiment.grid(name))} cells, {at.cost}" for name, at in experiment.scales.items()]
+        scale, known = store.scale(experiment.name), store.known(experiment.name).values()
+        records = [record for record in known if record.config["scale"] == scale]
+        seconds = sum(record.wall_s for record in records)
+        found = f"{scale}: {len(records)} cells, {format_seconds(seconds)} of training" if records else "none"
+        table.add_row(experiment.name, f"{experiment.title} ({experiment.where})", *costs, found)
+    _console(sys.stdout).print(table)
+
+
+def _console(stream: object = None):  # type: ignore[no-untyped-def]
+    from rich.console import Console
+
+    console = Console(file=stream) if stream else Console(stderr=True)  # type: ignore[arg-type]
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 140
+    return console
+
+
+def _finish(store: Store, names: set[str], metric: str = "last_loss") -> None:
+    """Plots and page, then the table of claims of the experiments at hand."""
+    from fastweights.report.build import build
+
+    page, chapters = build(store, metric)
+    _print_claims([chapter for chapter in chapters if chapter.experiment.name in names])
+    typer.echo(f"Page: {page}")
+
+
+def _print_claims(chapters: Sequence[Chapter]) -> None:
+    from rich.table import Table
+
+    colours = {True: "green", False: "red", None: "dim"}
+    table = Table("figure", "claim", "ours", "paper", "holds?", pad_edge=False)
+    for chapter in chapters:
+        for claim in chapter.claims:
+            where = f"{chapter.experiment.name} ({chapter.scale})" if chapter.scale else chapter.experiment.name
+            answer = {"holds": "yes", "fails": "no"}.get(claim.verdict, claim.verdict)
+            verdict = f"[{colours[claim.holds]}]{answer}[/]"
+            table.add_row(where, claim.text, claim.ours, claim.paper, verdict)
+    _console(sys.stdout).print(table)

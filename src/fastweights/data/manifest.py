@@ -1,0 +1,133 @@
+"""A corpus on disk: token files, a vocabulary, and a manifest that is written last and says what must be there.
+
+    OUT/train.bin  valid.bin  test.bin      token numbers, uint16 or uint32, without a header
+    OUT/vocabulary.txt or .json             see `vocabulary`
+    OUT/manifest.json                       format, source, counts and checksums
+
+A folder without a manifest is not a corpus, whatever else is in it. Nothing here needs PyTorch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from fastweights.files import write_atomically
+
+FORMAT = 1
+SPLITS = ("train", "valid", "test")
+ITEM_BYTES = {"uint16": 2, "uint32": 4}
+TYPE_CODES = {"uint16": "H", "uint32": "I"}
+_NAME = "manifest.json"
+_PARTIAL = ".partial"
+
+Report = Callable[[str, float], None]
+
+
+class DataError(ValueError):
+    """A corpus cannot be prepared or read; the message says why and what would work."""
+
+
+def silent(stage: str, fraction: float) -> None:
+    """The report of one who does not watch."""
+
+
+def checksum(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest, None where there is none; DataError for one that this version cannot read."""
+    path = folder / _NAME
+    if not path.is_file():
+        return None
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        found, byteorder = manifest["format"], manifest["byteorder"]
+        for split in SPLITS:
+            _ = manifest["splits"][split]["tokens"], ITEM_BYTES[manifest["dtype"]]
+        for entry in files(manifest):
+            _ = entry["file"], entry["bytes"], entry["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not the manifest of a corpus ({type(error).__name__}: {error})") from None
+    if found != FORMAT:
+        raise DataError(f"{path} has format {found!r}, this version reads {FORMAT}; prepare the corpus again")
+    if byteorder != sys.byteorder:
+        raise DataError(f"{folder} was written {byteorder}-endian and this machine is not; prepare it again here")
+    return manifest
+
+
+def files(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries of the files that belong to the corpus."""
+    return [manifest["vocabulary"], *(manifest["splits"][split] for split in SPLITS)]
+
+
+def damage(folder: Path, manifest: dict[str, Any], verify: bool = False) -> str | None:
+    """What is wrong with the files beside the manifest: their sizes, and with `verify` their checksums."""
+    for split in SPLITS:
+        entry = manifest["splits"][split]
+        if entry["bytes"] != entry["tokens"] * ITEM_BYTES[manifest["dtype"]]:
+            return f"the manifest gives {entry['file']} {entry['bytes']:,} bytes for {entry['tokens']:,} tokens"
+    for entry in files(manifest):
+        path = folder / entry["file"]
+        if not path.is_file():
+            return f"{entry['file']} is missing"
+        if path.stat().st_size != entry["bytes"]:
+            return f"{entry['file']} has {path.stat().st_size:,} bytes, {entry['bytes']:,} were written"
+        if verify and checksum(path)["sha256"] != entry["sha256"]:
+            return f"{entry['file']} was changed: its SHA-256 is not the one it was written with"
+    return None
+
+
+@contextmanager
+def partial_folder(out: Path) -> Iterator[Path]:
+    """An empty folder inside `out` to write in, removed afterwards; what a killed preparation left is removed first."""
+    partial = out / _PARTIAL
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def publish(partial: Path, out: Path, manifest: dict[str, Any], report: Report) -> None:
+    """Move the finished files into `out`: the old manifest goes first and the new one comes last."""
+    (out / _NAME).unlink(missing_ok=True)
+    entries = files(manifest)
+    for number, entry in enumerate(entries):
+        report("finishing", number / len(entries))
+        path = partial / entry["file"]
+        with path.open("rb") as file:
+            # The manifest must not reach the disk before what it vouches for.
+            os.fsync(file.fileno())
+        path.replace(out / entry["file"])
+    report("finishing", 1.0)
+    write_atomically(out / _NAME, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold `folder` against other processes where the system can; they wait. A killed process lets go."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        # Some network file systems know no such lock; two preparations at once are then the caller's affair.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

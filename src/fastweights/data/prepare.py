@@ -1,0 +1,164 @@
+"""From the files of a corpus to a folder that `Corpus.load` reads; the kinds of corpus are in `kinds`."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fastweights
+from fastweights.data.build import Built
+from fastweights.data.kinds import KINDS, Found, Kind, Official, Request
+from fastweights.data.manifest import (
+    FORMAT,
+    SPLITS,
+    DataError,
+    Report,
+    checksum,
+    damage,
+    one_at_a_time,
+    partial_folder,
+    publish,
+    read_manifest,
+    silent,
+)
+from fastweights.data.sources import fetch_wikitext
+from fastweights.ops.tables import look_up
+
+
+class Prepared(NamedTuple):
+    """The manifest of a corpus, and whether it was made now or found finished."""
+
+    manifest: dict[str, Any]
+    fresh: bool
+
+
+def prepare(
+    kind: str,
+    source: Path | str | None,
+    out: Path | str,
+    *,
+    allow_other: bool = False,
+    force: bool = False,
+    report: Report = silent,
+    **options: Any,
+) -> Prepared:
+    """Write the corpus of that kind into the folder `out`, or find it finished there.
+
+    Args:
+        kind: a name from KINDS.
+        source: folder, file or zip archive, as the kind has it; None to fetch what can be fetched.
+        allow_other: take files in the format of a published corpus whose counts are not its own. The manifest then
+            has their name and `"official": false`.
+        force: prepare again what is finished. Until the new files are whole, the old ones stay.
+        report: told of each stage with the fraction that is done.
+        options: `valid`, `test`, `min_count`, `max_words` where the kind takes them.
+    """
+    row, out = look_up(KINDS, kind, "corpus"), Path(out)
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given.keys() - row.options.keys():
+        takers = ", ".join(other for other, entry in KINDS.items() if name in entry.options) or "none"
+        raise DataError(f"corpus {kind!r} has no --{name.replace('_', '-')}; those that have it: {takers}")
+    if source is None and row.needs_source and row.hub is None:
+        raise DataError(f"corpus {kind!r} needs a --source: {row.obtain}")
+    if source is not None and not row.needs_source:
+        raise DataError(f"corpus {kind!r} has no source, got {source}; {row.obtain}")
+    for name, least in (("min_count", 1), ("max_words", 2)):
+        if given.get(name, least) < least:
+            raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {given[name]}")
+    request = replace(Request(None if source is None else Path(source), report=report), **{**row.options, **given})
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with one_at_a_time(out):
+            manifest = None if force else _finished(kind, row, request, out)
+            if manifest is not None:
+                return Prepared(manifest, False)
+            return Prepared(_prepare(kind, row, request, out, allow_other), True)
+    except OSError as error:
+        raise DataError(f"{error.filename or out}: {error.strerror or error}; nothing was finished in {out}") from None
+
+
+def _finished(kind: str, row: Kind, request: Request, out: Path) -> dict[str, Any] | None:
+    """The manifest of what is finished in `out`, if that is what is asked for."""
+    manifest = read_manifest(out)
+    if manifest is None:
+        return None
+    remedy = "choose another --out, or --force to replace it"
+    if manifest["kind"] != kind:
+        raise DataError(f"{out} holds the corpus {manifest['kind']!r}, not {kind!r}; {remedy}")
+    if manifest["options"] != _plain(request, row):
+        raise DataError(f"{out} was prepared with {manifest['options']}, not {_plain(request, row)}; {remedy}")
+    if request.source is not None and request.source.exists():
+        now = [(path.name, path.stat().st_size) for path in _paths(row.find(request, row.obtain))]
+        before = [(entry["name"], entry["bytes"]) for entry in manifest["source"]["files"]]
+        if now != before:
+            raise DataError(f"{out} was prepared from other files: {before}, now {now}; {remedy}")
+    wrong = damage(out, manifest)
+    if wrong is not None:
+        request.report(f"{out} is damaged ({wrong}): preparing it again", 0.0)
+        return None
+    return manifest
+
+
+def _prepare(kind: str, row: Kind, request: Request, out: Path, allow_other: bool) -> dict[str, Any]:
+    with partial_folder(out) as folder:
+        name = kind if request.source is None else request.source.resolve().name
+        if request.source is None and row.hub is not None:
+            name = f"Salesforce/wikitext {row.hub}"
+            fetch_wikitext(row.hub, folder, row.obtain, request.report)
+            request = replace(request, source=folder)
+        found = row.find(request, row.obtain)
+        built = row.build(found, folder, request)
+        _check(row, built, allow_other)
+        official = row.official is not None and not _differences(row.official, built)
+        request.report("checksums", 0.0)
+        (folder / built.vocabulary.file).write_bytes(built.vocabulary.dump())
+        sources = [{"name": path.name, **checksum(path)} for path in _paths(found)]
+        manifest: dict[str, Any] = {"format": FORMAT, "kind": kind, "official": official}
+        manifest["name"] = row.official.name if official and row.official else name
+        manifest |= {"source": {"name": name, "files": sources}, "options": _plain(request, row)}
+        manifest |= {"dtype": built.dtype, "byteorder": sys.byteorder}
+        file = built.vocabulary.file
+        size = {"kind": built.vocabulary.kind, "size": len(built.vocabulary)}
+        manifest["vocabulary"] = {"file": file, **size, **checksum(folder / file)}
+        manifest["splits"] = {
+            split: {"file": f"{split}.bin", **asdict(built.splits[split]), **checksum(folder / f"{split}.bin")}
+            for split in SPLITS
+        }
+        manifest["versions"] = {"fastweights": fastweights.__version__, "python": platform.python_version()}
+        publish(folder, out, manifest, request.report)
+        return manifest
+
+
+def _check(row: Kind, built: Built, allow_other: bool) -> None:
+    for split, counts in built.splits.items():
+        if counts.tokens < 2:
+            raise DataError(f"{split} has {counts.tokens} tokens, too few to predict one from another; {row.obtain}")
+    wrong = _differences(row.official, built) if row.official else []
+    if row.official and wrong and not allow_other:
+        raise DataError(
+            f"this is not {row.official.name}, or not all of it: {'; '.join(wrong)}. {row.obtain[0].upper()}"
+            f"{row.obtain[1:]}; --allow-other prepares another corpus in this format, under its own name"
+        )
+
+
+def _differences(official: Official, built: Built) -> list[str]:
+    found = {"words": len(built.vocabulary), **{split: built.splits[split].tokens for split in SPLITS}}
+    wanted = official._asdict()
+    names = {"words": "in the vocabulary", **{split: f"tokens in {split}" for split in SPLITS}}
+    wrong = [f"{n:,} {names[key]}, not {wanted[key]:,}" for key, n in found.items() if n != wanted[key]]
+    if built.content != official.content:
+        wrong.append(f"SHA-256 {built.content}, not {official.content}")
+    return wrong
+
+
+def _plain(request: Request, row: Kind) -> dict[str, Any]:
+    """The options as they stand in a manifest: files by name, as machines differ in their folders."""
+    values = {name: getattr(request, name) for name in row.options}
+    return {name: value.name if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def _paths(found: Found) -> list[Path]:
+    return list(dict.fromkeys(source.path for sources in found.values() for source in sources))

@@ -1,0 +1,202 @@
+"""Results on disk: one file for each cell, written whole or not at all, and one `results.json` for each experiment.
+
+    OUT/NAME/cells/SLUG.json    a cell, written as soon as it is trained
+    OUT/NAME/results.json       every cell of one scale, assembled from them
+
+A cell counts as known when its file, or an entry of a `results.json`, has its configuration, under any experiment: what
+was trained for one figure is not trained again for another. Cells of other scales stay beside those in `results.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastweights.experiments.base import SCALES, BadInput, Experiment, Record
+from fastweights.files import write_atomically
+
+FORMAT = 1
+_ENTRY = {"config": dict, "metrics": dict, "wall_s": (int, float), "commit": str, "hardware": str, "versions": dict}
+_CONFIG = ("scale", "model", "size", "seed")
+
+
+class Assembled(NamedTuple):
+    """A `results.json`."""
+
+    scale: str
+    records: list[Record]
+
+
+class Store:
+    """The folder OUT. `warn` is told of files that are ignored."""
+
+    def __init__(self, out: Path, warn: Callable[[str], None] = lambda message: None) -> None:
+        self.out = out
+        self.warn = warn
+        self._ignored: set[Path] = set()
+
+    def folder(self, name: str) -> Path:
+        return self.out / name
+
+    def check_writable(self) -> None:
+        probe = self.out / f".writable.{os.getpid()}.tmp"
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise BadInput(f"cannot write to {self.out}: {error.strerror}; choose another folder with --out") from None
+
+    def assembled(self, name: str) -> Assembled | None:
+        """What `results.json` holds, None without one; BadInput when it is broken or of another version."""
+        path = self.folder(name) / "results.json"
+        if not path.exists():
+            return None
+        remedy = "nothing was changed; move it away or choose another folder with --out"
+        try:
+            content = json.loads(path.read_text())
+            found = content["format"]
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise BadInput(f"{path} is cut short or not a results file ({_reason(error)}); {remedy}") from None
+        if found != FORMAT:
+            raise BadInput(f"{path} has format {found!r}, this version reads format {FORMAT}; {remedy}")
+        try:
+            if content["experiment"] != name:
+                raise ValueError(f"it holds {content['experiment']!r}, not {name!r}")
+            return Assembled(content["scale"], [_record(entry) for entry in content["cells"]])
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadInput(f"{path} is not a results file ({_reason(error)}); {remedy}") from None
+
+    def known(self, name: str) -> dict[str, Record]:
+        """Every readable cell stored under `name`, of any scale, by slug."""
+        assembled = self.assembled(name)
+        records = {record.slug: record for record in (assembled.records if assembled else [])}
+        for path in sorted((self.folder(name) / "cells").glob("[!.]*.json")):
+            record = self._read_cell(path)
+            if record is not None:
+                records[record.slug] = record
+        return records
+
+    def known_anywhere(self) -> dict[str, Record]:
+        names = sorted(path.name for path in self.out.glob("*") if path.is_dir())
+        return {slug: record for name in names for slug, record in self.known(name).items()}
+
+    def of(self, experiment: Experiment, scale: str) -> list[Record]:
+        """The experiment's cells of that scale, in the order of its grid."""
+        chosen = []
+        for record in self.known(experiment.name).values():
+            cell = experiment.own(record) if record.config["scale"] == scale else None
+            if cell is not None:
+                chosen.append(_with_paper(record, cell.paper))
+        models = list(experiment.models)
+        order = lambda r: (models.index(r.config["model"]), r.config["size"], r.config["seed"])  # noqa: E731
+        return sorted(chosen, key=order)
+
+    def current(self, experiment: Experiment) -> tuple[str | None, list[Record]]:
+        """The scale and the records to show: the experiment's cells, or else what an older `results.json` kept."""
+        name = experiment.name
+        scale = self.scale(name)
+        records = self.of(experiment, scale) if scale else []
+        assembled = self.assembled(name)
+        if not records and assembled is not None:
+            records = [record for record in assembled.records if record.config["model"] in experiment.models]
+            if records:
+                self.warn(
+                    f"the results of {name} are of an older configuration; `reproduce` would train its cells again"
+                )
+        return (scale if records else None), records
+
+    def _read_cell(self, path: Path) -> Record | None:
+        try:
+            content = json.loads(path.read_text())
+            found = content["format"]
+            if found == FORMAT:
+                record = _record(content)
+                if record.slug != path.stem:
+                    raise ValueError("its configuration does not match its name")
+                return record
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            if path not in self._ignored:
+                self.warn(f"{path} is broken ({_reason(error)}) and counts as not run")
+            self._ignored.add(path)
+            return None
+        raise BadInput(
+            f"{path} has format {found!r}, this version reads format {FORMAT}; nothing was changed; "
+            f"move it away or choose another folder with --out"
+        )
+
+    def clear_temporaries(self, name: str) -> None:
+        """Remove what a killed run left in the middle of a write."""
+        for folder in (self.folder(name), self.folder(name) / "cells"):
+            for path in folder.glob(".*.tmp"):
+                path.unlink(missing_ok=True)
+
+    def save(self, name: str, record: Record) -> None:
+        """Store the cell under `name`, and in place of an older result under any other experiment that shares it."""
+        content = _dump({"format": FORMAT, **_entry(record)}).encode()
+        own = self.folder(name) / "cells" / f"{record.slug}.json"
+        for path in {own, *self.out.glob(f"*/cells/{record.slug}.json")}:
+            write_atomically(path, content)
+
+    def scale(self, name: str) -> str | None:
+        """The scale that `results.json` holds, or else the largest that has cells."""
+        assembled = self.assembled(name)
+        if assembled is not None:
+            return assembled.scale
+        present = {record.config["scale"] for record in self.known(name).values()}
+        return next((scale for scale in reversed(SCALES) if scale in present), None)
+
+    def assemble(self, experiment: Experiment, scale: str) -> None:
+        """Write `results.json` from the experiment's cells of that scale, where there are any."""
+        name, path = experiment.name, self.folder(experiment.name) / "results.json"
+        records, before = self.of(experiment, scale), self.assembled(name)
+        if not records:
+            return
+        for record in before.records if before else []:
+            # A results file may have come without its cell files; another scale must not push its cells out.
+            if not (self.folder(name) / "cells" / f"{record.slug}.json").exists():
+                self.save(name, record)
+        content = assembly(experiment, scale, records).encode()
+        if not path.exists() or path.read_bytes() != content:
+            write_atomically(path, content)
+
+
+def assembly(experiment: Experiment, scale: str, records: Sequence[Record]) -> str:
+    """The text of `results.json`, a line for each cell. The run it names at the top is the one most cells come from."""
+    runs = Counter((r.commit, r.hardware, json.dumps(r.versions, sort_keys=True)) for r in records)
+    commit, hardware, versions = runs.most_common(1)[0][0] if runs else ("", "", "{}")
+    head: dict[str, Any] = {"format": FORMAT, "experiment": experiment.name, "scale": scale}
+    head |= {"commit": commit, "hardware": hardware, "versions": json.loads(versions)}
+    lines = [f" {_dump(key)}: {_dump(value)}," for key, value in head.items()]
+    cells = ",\n  ".join(_dump(_entry(record)) for record in records)
+    return "{\n" + "\n".join(lines) + '\n "cells": [\n  ' + cells + "\n ]\n}\n"
+
+
+def _entry(record: Record) -> dict[str, Any]:
+    fields = ("config", "metrics", "paper", "wall_s", "commit", "hardware", "versions")
+    return {name: getattr(record, name) for name in fields}
+
+
+def _record(entry: Any) -> Record:
+    for name, kind in _ENTRY.items():
+        if not isinstance(entry[name], kind):  # type: ignore[arg-type]
+            raise ValueError(f"its {name!r} is {type(entry[name]).__name__}")
+    for name in _CONFIG:
+        entry["config"][name]
+    return Record(paper=entry.get("paper"), **{name: entry[name] for name in _ENTRY})
+
+
+def _with_paper(record: Record, paper: Any) -> Record:
+    return _record({**_entry(record), "paper": paper})
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def _reason(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error)

@@ -1,0 +1,68 @@
+"""Running the cells of an experiment that are not known yet, and keeping each as soon as it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Protocol
+
+from fastweights import provenance
+from fastweights.experiments.base import Cell, Experiment, Record
+from fastweights.experiments.store import Store
+
+
+class Watcher(Protocol):
+    """What the sweep tells while it runs."""
+
+    def begin(self, experiment: Experiment, known: Sequence[Cell], missing: Sequence[Cell]) -> None: ...
+    def step(self, cell: Cell, step: int, loss: float) -> None: ...
+    def done(self, record: Record) -> None: ...
+
+
+def sweep(
+    experiment: Experiment,
+    cells: Sequence[Cell],
+    store: Store,
+    watcher: Watcher,
+    *,
+    device: str = "cpu",
+    jobs: int = 1,
+    force: bool = False,
+    trained: set[str] | None = None,
+) -> None:
+    """Make every cell known to the store.
+
+    Args:
+        force: run the cells again even if they are known.
+        trained: slugs run since the command began, added to here: `force` leaves them alone.
+    """
+    trained = set() if trained is None else trained
+    scale = cells[0].config["scale"]
+    store.clear_temporaries(experiment.name)
+    own, anywhere = store.known(experiment.name), store.known_anywhere()
+    keep = {slug: record for slug, record in anywhere.items() if not force or slug in trained}
+    known = [cell for cell in cells if cell.slug in keep]
+    missing = [cell for cell in cells if cell.slug not in keep]
+    for cell in known:
+        if cell.slug not in own:
+            store.save(experiment.name, keep[cell.slug])
+    watcher.begin(experiment, known, missing)
+    try:
+        if missing:
+            with closing(experiment.run(missing, device, jobs, watcher.step)) as outcomes:
+                for cell, outcome in outcomes:
+                    record = Record(
+                        metrics=outcome.metrics,
+                        wall_s=outcome.wall_s,
+                        config=cell.config,
+                        paper=cell.paper,
+                        commit=provenance.commit(),
+                        hardware=provenance.hardware(device),
+                        versions=provenance.versions(),
+                    )
+                    store.save(experiment.name, record)
+                    trained.add(cell.slug)
+                    watcher.done(record)
+    finally:
+        # Also when interrupted: what is done is then as complete as it can be.
+        store.assemble(experiment, scale)

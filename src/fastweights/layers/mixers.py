@@ -1,0 +1,162 @@
+"""The sequence layers by name. To add one: a class with `forward` and `step`, and its line in `MIXERS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from fastweights.layers.fast_weight import FastWeightAttention
+from fastweights.layers.relative import RelativeAttention, SegmentMemory
+from fastweights.layers.softmax import KeyValueState, SoftmaxAttention
+from fastweights.ops.state import FastWeightState, State
+from fastweights.ops.tables import look_up
+
+
+class Mixer(Protocol):
+    """What every sequence layer does; `mask` (B, T) is False for padding."""
+
+    def forward(self, x: Tensor, state: Any = None, mask: Tensor | None = None) -> tuple[Tensor, Any]:
+        """A whole sequence, or the next segment of one: x (B, T, d_model) -> y (B, T, d_model), state."""
+        ...
+
+    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """One token: x (B, d_model) -> y (B, d_model), state."""
+        ...
+
+
+@dataclass(frozen=True)
+class MixerKind:
+    """A sequence layer: how it is made, what it carries, and how much.
+
+    Attributes:
+        build: makes the layer from d_model, n_heads, d_head and the options.
+        options: names that `build` takes beside those three.
+        state: what `forward` returns beside y.
+        size: numbers that a layer needs of the past for a segment of that length, as App. F counts them.
+    """
+
+    build: Callable[..., nn.Module]
+    options: tuple[str, ...]
+    state: type[State]
+    size: Callable[[Any, int], int]
+
+
+def _fast_weight(d_model: int, n_heads: int, d_head: int, *, output_scale: bool = False, **options: Any) -> nn.Module:
+    scale = d_head**-0.5 if output_scale else 1.0
+    return FastWeightAttention(d_model, n_heads, d_head, output_scale=scale, **options)
+
+
+def _softmax(d_model: int, n_heads: int, d_head: int, *, attention_dropout: float = 0.0) -> nn.Module:
+    return SoftmaxAttention(d_model, n_heads, d_head, dropout=attention_dropout)
+
+
+def _relative(
+    d_model: int,
+    n_heads: int,
+    d_head: int,
+    *,
+    mem_len: int,
+    clamp_len: int | None = None,
+    attention_dropout: float = 0.0,
+) -> nn.Module:
+    return RelativeAttention(d_model, n_heads, d_head, mem_len=mem_len, clamp_len=clamp_len, dropout=attention_dropout)
+
+
+MIXERS: dict[str, MixerKind] = {
+    "fast_weight": MixerKind(
+        _fast_weight,
+        ("rule", "feature_map", "feature_map_options", "normalization", "output_scale"),
+        FastWeightState,
+        lambda layer, segment: layer.n_heads * layer.feature_map.dim * layer.d_value,
+    ),
+    "softmax": MixerKind(
+        _softmax,
+        ("attention_dropout",),
+        KeyValueState,
+        lambda layer, segment: segment * 2 * layer.n_heads * layer.d_head,
+    ),
+    "relative": MixerKind(
+        _relative,
+        ("mem_len", "clamp_len", "attention_dropout"),
+        SegmentMemory,
+        lambda layer, segment: (layer.mem_len + segment) * 2 * layer.n_heads * layer.d_head,
+    ),
+}
+
+
+def mixer(name: str, d_model: int, n_heads: int, d_head: int, **options: Any) -> nn.Module:
+    """The layer of that name: `mixer("fast_weight", 128, 8, 16, rule="sum", normalization="attention")`."""
+    kind = look_up(MIXERS, name, "mixer")
+    for option in options:
+        if option not in kind.options:
+            raise ValueError(f"mixer {name!r} has no option {option!r} (it takes: {', '.join(kind.options)})")
+    return kind.build(d_model, n_heads, d_head, **options)
+
+
+@dataclass(eq=False)
+class StackState:
+    """What a stack of layers carries from one segment or token to the next: as `State`, for all of them together."""
+
+    layers: list[State]
+    position: Tensor  # (B,) tokens seen so far
+
+    def _map(self, of_layer: Callable[[State], State], of_position: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)([of_layer(layer) for layer in self.layers], of_position(self.position))
+
+    def detach(self) -> Self:
+        """The same values cut off from the graph: carries memory, not gradient, to the next segment."""
+        return self._map(lambda layer: layer.detach(), Tensor.detach)
+
+    def clone(self) -> Self:
+        """A copy that later steps on either side leave alone."""
+        return self._map(lambda layer: layer.clone(), Tensor.clone)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """As `Tensor.to`; a dtype is for the numbers, and leaves masks bool and positions whole."""
+        return self._map(lambda layer: layer.to(*args, **kwargs), lambda n: n.to(*args, **kwargs).to(n.dtype))
+
+    def reorder(self, index: Tensor) -> Self:
+        """Row `index[i]` becomes row i; rows may repeat, so beams can fork."""
+        return self._map(lambda layer: layer.reorder(index), lambda n: n.index_select(0, index.to(n.device)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(layer.nbytes for layer in self.layers) + self.position.nbytes
+
+    @property
+    def numel(self) -> int:
+        """Numbers held for each row by the layers."""
+        held = sum(tensor.numel() for layer in self.layers for tensor in layer.tensors().values())
+        return held // len(self.position)
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file that `load` reads back."""
+        from safetensors.torch import save_file
+
+        named = {f"{i}.{name}": x for i, layer in enumerate(self.layers) for name, x in layer.tensors().items()}
+        tensors = {name: x.detach().contiguous() for name, x in {**named, "position": self.position}.items()}
+        save_file(tensors, str(path), {"kinds": " ".join(type(layer).__name__ for layer in self.layers)})
+
+    @classmethod
+    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> Self:
+        """Read what `save` wrote; any other file is refused."""
+        from safetensors import safe_open
+
+        known = {kind.state.__name__: kind.state for kind in MIXERS.values()}
+        with safe_open(str(path), "pt", device=str(device)) as file:
+            kinds = (file.metadata() or {}).get("kinds", "").split()
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+        if not kinds or not {*kinds} <= {*known} or "position" not in found:
+            raise ValueError(f"{path} holds {sorted(found)[:6]} ..., not what {cls.__name__}.save writes")
+        position = found.pop("position")
+        layers: list[dict[str, Tensor]] = [{} for _ in kinds]
+        for name, tensor in found.items():
+            layer, entry = name.split(".")
+            layers[int(layer)][entry] = tensor
+        return cls([known[kind](**named) for kind, named in zip(kinds, layers, strict=True)], position)

@@ -1,0 +1,1 @@
+"""Models made of the layers and the memory."""

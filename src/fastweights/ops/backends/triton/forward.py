@@ -1,0 +1,188 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The forward walk: one program takes one sequence, one head and some value columns through all chunks."""
+
+import triton
+import triton.language as tl
+
+from fastweights.ops.backends.triton.pieces import (
+    dot,
+    inverse,
+    load_gate,
+    load_rows,
+    multiply,
+    reach_transposed,
+    sequence,
+    sequence_of,
+    store_columns,
+)
+
+
+@triton.jit
+def walk_forward(
+    q,
+    k,
+    v,
+    a,
+    e,
+    w,
+    W,
+    cu_seqlens,
+    y,
+    W_end,
+    states,
+    inverses,
+    T,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    DECAY: tl.constexpr,
+    ERASE: tl.constexpr,
+    WRITE: tl.constexpr,
+    TIED: tl.constexpr,
+    PACKED: tl.constexpr,
+    KEEP: tl.constexpr,
+    PREPARED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr,
+):
+    splits: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    program = tl.program_id(0)
+    head = (program // splits) % H
+    n = program // (splits * H)
+    first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
+
+    rows = tl.arange(0, C)
+    s = rows[:, None]
+    t = rows[None, :]
+    d = tl.arange(0, BLOCK_D)
+    m = (program % splits) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_state = (m[:, None] < M) & (d[None, :] < D)
+
+    q += first * q_token + head * q_head
+    k += first * k_token + head * k_head
+    v += first * v_token + head * v_head
+    y += (first * H + head) * M
+    gate = first * H + head
+    state = (n.to(tl.int64) * H + head) * D * M
+    W_t = tl.load(W + state + d[None, :] * M + m[:, None], in_state, 0.0).to(ACC)
+    states += (slot * H + head) * D * M
+    inverses += (slot * H + head) * C * C
+
+    for start in range(0, length, C):
+        left = length - start
+        if KEEP:
+            tl.store(states + m[:, None] * D + d[None, :], W_t.to(states.dtype.element_ty), in_state)
+            states += H * D * M
+        q_ = load_rows(q, rows, left, d, q_token, D)
+        k_ = load_rows(k, rows, left, d, k_token, D)
+        v_ = load_rows(v, rows, left, m, v_token, M)
+        k_t = tl.trans(k_)
+
+        scores = tl.where(s <= t, dot(k_, tl.trans(q_), OPERAND, PRECISION), 0.0)
+        read = dot(W_t, tl.trans(q_), OPERAND, PRECISION)
+        u = tl.trans(v_).to(ACC)
+        if DECAY:
+            a_ = load_gate(a + gate, rows, left, H, 1.0, ACC)
+            a_next = load_gate(a + gate + H, rows, tl.minimum(left, C) - 1, H, 1.0, ACC)
+            fade = tl.associative_scan(a_, 0, multiply)
+            remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
+            reach = reach_transposed(a_, C)
+            scores *= reach
+            read *= fade[None, :]
+        if ERASE:
+            e_ = load_gate(e + gate, rows, left, H, 0.0, ACC)
+            recall = dot(W_t, k_t, OPERAND, PRECISION) * e_[None, :]
+            if DECAY:
+                recall *= fade[None, :]
+            if PREPARED:
+                X = tl.load(inverses + s * C + t)
+            else:
+                A = tl.where(s < t, dot(k_, k_t, OPERAND, PRECISION), 0.0) * e_[None, :]
+                if DECAY:
+                    A *= reach
+                X = inverse(A, C, SOLVE)
+                if KEEP:
+                    tl.store(inverses + s * C + t, X.to(inverses.dtype.element_ty))
+            inverses += H * C * C
+            if TIED:
+                u *= e_[None, :]
+        if WRITE:
+            u *= load_gate(w + gate, rows, left, H, 0.0, ACC)[None, :]
+        if ERASE:
+            u = dot(u - recall, X, OPERAND, PRECISION)
+
+        out = read + dot(u, scores, OPERAND, PRECISION)
+        store_columns(y, out, rows, left, m, H * M, M)
+        if DECAY:
+            u *= remain[None, :]
+            W_t *= tl.sum(tl.where(rows == C - 1, fade, 0.0), 0)
+        W_t += dot(u, k_, OPERAND, PRECISION)
+
+        q += C * q_token
+        k += C * k_token
+        v += C * v_token
+        y += C * H * M
+        gate += C * H
+
+    tl.store(W_end + state + d[None, :] * M + m[:, None], W_t, in_state)
+
+
+@triton.jit
+def invert_chunks(
+    k,
+    a,
+    e,
+    cu_seqlens,
+    inverses,
+    N,
+    T,
+    k_token,
+    k_head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DECAY: tl.constexpr,
+    PACKED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr,
+):
+    """(I + A)^-1 of one chunk and head, as a tile of rows s; chunks run side by side, off the walk's path."""
+    program = tl.program_id(0)
+    head = program % H
+    slot = program // H
+    n = sequence_of(slot, N, cu_seqlens, C) if PACKED else slot // tl.cdiv(T, C)
+    first, length, first_slot = sequence(n, T, cu_seqlens, C, PACKED)
+    start = (slot - first_slot) * C
+    left = (length - start).to(tl.int32)
+    if left <= 0:
+        return
+    token = first + start
+    k += token * k_token + head * k_head
+    gate = token * H + head
+    rows = tl.arange(0, C)
+    s = rows[:, None]
+    t = rows[None, :]
+    keys = tl.zeros((C, C), ACC)
+    for f in range(0, D, BLOCK_D):
+        k_ = load_rows(k, rows, left, f + tl.arange(0, BLOCK_D), k_token, D)
+        keys += dot(k_, tl.trans(k_), OPERAND, PRECISION)
+    A = tl.where(s < t, keys, 0.0) * load_gate(e + gate, rows, left, H, 0.0, ACC)[None, :]
+    if DECAY:
+        A *= reach_transposed(load_gate(a + gate, rows, left, H, 1.0, ACC), C)
+    X = inverse(A, C, SOLVE)
+    inverses += (slot.to(tl.int64) * H + head) * C * C
+    tl.store(inverses + s * C + t, X.to(inverses.dtype.element_ty))

@@ -1,0 +1,267 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Gradients of one chunk, given the state before it and the gradient of the state after it.
+
+No product takes the transpose of another product as an operand: some versions of the compiler get that wrong on Hopper.
+What is needed both ways is formed both ways, or transposed after the last product.
+"""
+
+import triton
+import triton.language as tl
+
+from fastweights.ops.backends.triton.pieces import (
+    dot,
+    load_gate,
+    load_rows,
+    multiply,
+    reach_of,
+    sequence,
+    sequence_of,
+    store_columns,
+    store_rows,
+)
+
+
+@triton.jit
+def score_gradients(
+    u,
+    dy_t,
+    du,
+    scores,
+    keys,
+    reach,
+    erase,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    ERASE: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients of q_t·k_s and k_t·k_s as tiles of rows s, as `scores` is; that of e through the latter; that of Γ."""
+    s = tl.arange(0, C)[:, None]
+    t = tl.arange(0, C)[None, :]
+    reach_t = (s <= t).to(u.dtype)
+    if DECAY:
+        reach_t = tl.trans(reach)
+    dscores = dot(u, dy_t, OPERAND, PRECISION)
+    dreach = dscores
+    if DECAY:
+        dreach = dscores * scores
+    dscores *= reach_t
+    dkeys = dscores
+    derase = tl.sum(dscores, 0)
+    if ERASE:
+        # Strictly below the diagonal of A.
+        dkeys = tl.where(s < t, -dot(u, du, OPERAND, PRECISION), 0.0)
+        if DECAY:
+            dreach += dkeys * keys * erase[None, :]
+        dkeys *= reach_t
+        derase = tl.sum(dkeys * keys, 0)
+        dkeys *= erase[None, :]
+    return dscores, dkeys, derase, dreach
+
+
+@triton.jit
+def key_gradients(
+    q,
+    k,
+    W_t,
+    dW_t,
+    u,
+    dy_t,
+    du,
+    dscores,
+    dkeys,
+    fade,
+    remain,
+    erase,
+    DECAY: tl.constexpr,
+    ERASE: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq (D, C) and dk (C, D) for some features; their shares in what e, γ and Γ[C, :] are multiplied by."""
+    k_t = tl.trans(k)
+    W = tl.trans(W_t)
+    dq = dot(W, dy_t, OPERAND, PRECISION)
+    read = fade
+    if DECAY:
+        read = tl.sum(dq * tl.trans(q).to(dq.dtype), 0)
+        dq *= fade[None, :]
+    dq += dot(k_t, dscores, OPERAND, PRECISION)
+
+    dk = dot(u, dW_t, OPERAND, PRECISION)
+    kept = remain
+    if DECAY:
+        kept = tl.sum(dk * k.to(dk.dtype), 1)
+        dk *= remain[:, None]
+    dk += dot(dscores, q, OPERAND, PRECISION)
+    recalled = fade
+    if ERASE:
+        dk += dot(dkeys, k, OPERAND, PRECISION)
+        dk_t = dot(W, du, OPERAND, PRECISION)
+        recalled = tl.sum(dk_t * k_t.to(dk_t.dtype), 0)
+        dk_t *= -(erase * fade)[None, :]
+        dk_t += dot(k_t, dkeys, OPERAND, PRECISION)
+        dk += tl.trans(dk_t)
+    return dq, dk, recalled, read, kept
+
+
+@triton.jit
+def decay_gradient(dreach, kept, dfade, reach, a_before, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Gradient of a from that of Γ (tile of rows s), of Γ[C, :] and of γ, without dividing by any a.
+
+    da_r = sum over s < r <= t of dΓ[t, s] (a_{r+1} ⋯ a_t) (a_{s+1} ⋯ a_{r-1}), where s = -1 stands for γ.
+    """
+    s = tl.arange(0, C)[:, None]
+    r = tl.arange(0, C)[None, :]
+    dreach = tl.where(s <= r, dreach, 0.0) + tl.where(r == C - 1, kept[:, None], 0.0)
+    later = dot(dreach, reach, dreach.dtype, PRECISION)
+    between = tl.associative_scan(tl.where(r > s + 1, a_before[None, :], 1.0), 1, multiply)
+    from_reach = tl.sum(tl.where(s < r, later * between, 0.0), 0)
+    from_fade = tl.sum(reach * dfade[:, None], 0) * tl.associative_scan(a_before, 0, multiply)
+    return from_reach + from_fade
+
+
+@triton.jit
+def chunk_gradients(
+    q,
+    k,
+    v,
+    a,
+    e,
+    w,
+    cu_seqlens,
+    states,
+    inverses,
+    dy,
+    dq,
+    dk,
+    da,
+    de,
+    dw,
+    dstates,
+    dright,
+    N,
+    T,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    dy_token,
+    dy_head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    DECAY: tl.constexpr,
+    ERASE: tl.constexpr,
+    WRITE: tl.constexpr,
+    TIED: tl.constexpr,
+    PACKED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOLVE: tl.constexpr,
+):
+    """Everything but dv of one chunk and head, from what the walk back left; chunks run side by side."""
+    program = tl.program_id(0)
+    head = program % H
+    slot = program // H
+    n = sequence_of(slot, N, cu_seqlens, C) if PACKED else slot // tl.cdiv(T, C)
+    first, length, first_slot = sequence(n, T, cu_seqlens, C, PACKED)
+    start = (slot - first_slot) * C
+    left = (length - start).to(tl.int32)
+    if left <= 0:
+        return
+    token = first + start
+    gate = token * H + head
+    state = (slot.to(tl.int64) * H + head) * D * M
+    q += token * q_token + head * q_head
+    k += token * k_token + head * k_head
+
+    rows = tl.arange(0, C)
+    m = tl.arange(0, BLOCK_M)
+    features = tl.arange(0, BLOCK_D)
+    s = rows[:, None]
+    t = rows[None, :]
+
+    fade = tl.full((C,), 1.0, ACC)
+    remain = tl.full((C,), 1.0, ACC)
+    erase = tl.full((C,), 0.0, ACC)
+    reach = (s >= t).to(ACC)
+    if DECAY:
+        a_ = load_gate(a + gate, rows, left, H, 1.0, ACC)
+        fade = tl.associative_scan(a_, 0, multiply)
+        a_next = load_gate(a + gate + H, rows, tl.minimum(left, C) - 1, H, 1.0, ACC)
+        remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
+        reach = reach_of(a_, C)
+
+    v_ = load_rows(v + token * v_token + head * v_head, rows, left, m, v_token, M).to(ACC)
+    u = v_
+    if ERASE:
+        erase = load_gate(e + gate, rows, left, H, 0.0, ACC)
+    if TIED:
+        u *= erase[:, None]
+    if WRITE:
+        u *= load_gate(w + gate, rows, left, H, 0.0, ACC)[:, None]
+    scores = tl.zeros((C, C), ACC)
+    keys = tl.zeros((C, C), ACC)
+    if DECAY or ERASE:
+        recall = tl.zeros((C, BLOCK_M), ACC)
+        for f in range(0, D, BLOCK_D):
+            d = f + features
+            k_ = load_rows(k, rows, left, d, k_token, D)
+            if DECAY:
+                scores += dot(k_, tl.trans(load_rows(q, rows, left, d, q_token, D)), OPERAND, PRECISION)
+            if ERASE:
+                W_t = load_rows(states + state, m, M, d, D, D)
+                keys += dot(k_, tl.trans(k_), OPERAND, PRECISION)
+                recall += dot(k_, tl.trans(W_t), OPERAND, PRECISION)
+        if ERASE:
+            u -= recall * (erase * fade)[:, None]
+            X_t = tl.load(inverses + (slot.to(tl.int64) * H + head) * C * C + s * C + t)
+            u = dot(tl.trans(X_t), u, OPERAND, PRECISION)
+
+    du = load_rows(dright + token * H * M + head * M, rows, left, m, H * M, M)
+    dy_t = tl.trans(load_rows(dy + token * dy_token + head * dy_head, rows, left, m, dy_token, M))
+    du_t = tl.trans(du)
+    dscores, dkeys, derase, dreach = score_gradients(
+        u, dy_t, du_t, scores, keys, reach, erase, C, DECAY, ERASE, OPERAND, PRECISION
+    )
+    recalled = tl.zeros((C,), ACC)
+    read = tl.zeros((C,), ACC)
+    kept = tl.zeros((C,), ACC)
+    whole = tl.zeros((), ACC)
+    for f in range(0, D, BLOCK_D):
+        d = f + features
+        q_ = load_rows(q, rows, left, d, q_token, D)
+        k_ = load_rows(k, rows, left, d, k_token, D)
+        W_t = load_rows(states + state, m, M, d, D, D)
+        dW_t = load_rows(dstates + state, m, M, d, D, D)
+        dq_t, dk_, recalled_, read_, kept_ = key_gradients(
+            q_, k_, W_t, dW_t, u, dy_t, du_t, dscores, dkeys, fade, remain, erase, DECAY, ERASE, OPERAND, PRECISION
+        )
+        store_columns(dq + token * H * D + head * D, dq_t, rows, left, d, H * D, D)
+        store_rows(dk + token * H * D + head * D, dk_, rows, left, d, H * D, D)
+        recalled += recalled_
+        if DECAY:
+            read += read_
+            kept += kept_
+            whole += tl.sum(tl.sum(dW_t.to(ACC) * W_t.to(ACC), 1), 0)
+
+    if ERASE:
+        de_ = derase - fade * recalled
+        if TIED:
+            de_ += tl.sum(du.to(ACC) * v_, 1)
+        tl.store(de + gate + rows * H, de_, rows < left)
+    if WRITE:
+        tl.store(dw + gate + rows * H, tl.sum(du.to(ACC) * v_, 1), rows < left)
+    if DECAY:
+        a_before = load_gate(a + gate - H, rows, tl.where(rows > 0, left, 0), H, 1.0, ACC)
+        dfade = read - erase * recalled + tl.where(rows == C - 1, whole, 0.0)
+        da_ = decay_gradient(dreach, kept, dfade, reach, a_before, C, SOLVE)
+        tl.store(da + gate + rows * H, da_, rows < left)

@@ -1,0 +1,66 @@
+"""Which code, machine and library versions a result came from."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import fastweights
+
+PACKAGE = Path(fastweights.__file__).parent
+
+
+@cache
+def commit() -> str:
+    """The git commit this package is checked out at, "+dirty" when its files differ; its version when there is none.
+
+    FASTWEIGHTS_COMMIT names it where the files are a copy without their repository.
+    """
+    if named := os.environ.get("FASTWEIGHTS_COMMIT"):
+        return named
+    try:
+        # A package installed into an environment inside someone else's repository is not part of that repository.
+        _git("ls-files", "--error-unmatch", "__init__.py")
+        head = _git("rev-parse", "HEAD")
+        return head + ("+dirty" if _git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.SubprocessError):
+        return fastweights.__version__
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, check=True, timeout=20)
+    return done.stdout.strip()
+
+
+@cache
+def hardware(device: str) -> str:
+    """The device's name, for the CPU with its number of cores."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {os.cpu_count()} cores"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine() or "CPU"
+
+
+@cache
+def versions() -> dict[str, str]:
+    found = {"fastweights": fastweights.__version__, "python": platform.python_version()}
+    for package in ("torch", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

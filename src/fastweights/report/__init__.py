@@ -1,0 +1,1 @@
+"""Plots, tables and the page, made from stored results."""

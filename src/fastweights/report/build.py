@@ -1,0 +1,44 @@
+"""Everything that is made from stored results: `results.json`, the plots and the page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastweights.experiments import EXPERIMENTS
+from fastweights.experiments.base import Claim, Experiment, Results
+from fastweights.experiments.store import Store
+from fastweights.files import write_atomically
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """One experiment of the page; without results it has no scale, no figure, and claims that are not run."""
+
+    experiment: Experiment
+    scale: str | None
+    results: Results
+    claims: list[Claim]
+    svg: bytes | None
+
+
+def build(store: Store, loss: str = "last_loss") -> tuple[Path, list[Chapter]]:
+    """Write plots and page for what the store holds; the page's path and its chapters."""
+    from fastweights.report.figures import draw
+    from fastweights.report.html import page
+
+    chapters = []
+    for experiment in EXPERIMENTS.values():
+        scale, records = store.current(experiment)
+        results = Results(records, loss)
+        svg = None
+        if scale:
+            store.assemble(experiment, scale)
+            files = draw(experiment, results)
+            for kind, content in files.items():
+                write_atomically(store.folder(experiment.name) / f"{experiment.name}.{kind}", content)
+            svg = files["svg"]
+        chapters.append(Chapter(experiment, scale, results, experiment.judge(scale, results), svg))
+    path = store.out / "index.html"
+    write_atomically(path, page(chapters).encode())
+    return path, chapters

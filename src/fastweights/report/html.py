@@ -1,0 +1,202 @@
+"""One page with every figure, what it shows and how it was made; a single file that needs no network."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from fastweights.experiments.base import SCALES, Claim
+from fastweights.report.tables import format_seconds, losses, tally
+
+if TYPE_CHECKING:
+    from fastweights.report.build import Chapter
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --line: #d9dee4; --paper: #ffffff; --card: #f6f8fa;
+  --good: #116329; --good-bg: #dafbe1; --bad: #a40e26; --bad-bg: #ffebe9; --open: #57606a; --open-bg: #eaeef2;
+  --link: #0757ae; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6edf3; --soft: #9aa5b1; --line: #30363d; --paper: #0f1317; --card: #171c22;
+    --good: #7ee2a0; --good-bg: #12321d; --bad: #ffa198; --bad-bg: #3d1418; --open: #9aa5b1; --open-bg: #262c34;
+    --link: #79b8ff; } }
+* { box-sizing: border-box; }
+html { -webkit-text-size-adjust: 100%; }
+body { margin: 0 auto; max-width: 54rem; padding: 2rem 1.25rem 4rem; background: var(--paper); color: var(--ink);
+  font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .5rem; }
+h2 { font-size: 1.35rem; line-height: 1.3; margin: 0 0 .15rem; }
+a { color: var(--link); }
+p { margin: .6rem 0; max-width: 44rem; }
+sub { font-size: .75em; line-height: 0; }
+code { font: .9em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
+section { margin-top: 2.5rem; padding-top: 2rem; border-top: 1px solid var(--line); }
+.where { color: var(--soft); margin: 0 0 .75rem; }
+blockquote { margin: 1rem 0; padding: .1rem 0 .1rem 1rem; border-left: 3px solid var(--line); color: var(--soft); }
+figure { margin: 1.25rem 0; }
+figure img { display: block; width: 100%; height: auto; background: #ffffff; border: 1px solid var(--line);
+  border-radius: 8px; padding: .5rem; }
+figcaption { color: var(--soft); font-size: .9rem; margin-top: .4rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .92rem; }
+th, td { text-align: left; vertical-align: top; padding: .45rem .75rem .45rem 0; border-bottom: 1px solid var(--line); }
+th { font-weight: 600; color: var(--soft); }
+.numbers th, .numbers td { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.numbers th { white-space: normal; vertical-align: bottom; }
+.numbers th:first-child, .numbers td:first-child { text-align: left; }
+.verdict { display: inline-block; padding: .05rem .55rem; border-radius: 1rem; font-weight: 600; font-size: .85rem;
+  white-space: nowrap; }
+.holds { color: var(--good); background: var(--good-bg); }
+.fails { color: var(--bad); background: var(--bad-bg); }
+.open { color: var(--open); background: var(--open-bg); }
+details { margin: .9rem 0; background: var(--card); border: 1px solid var(--line); border-radius: 8px;
+  padding: .55rem .9rem; }
+summary { cursor: pointer; font-weight: 600; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.2rem; margin: .8rem 0 .3rem;
+  font-size: .92rem; }
+dt { color: var(--soft); }
+dd { margin: 0; overflow-wrap: anywhere; }
+.note { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .55rem .9rem; }
+@media (max-width: 40rem) {
+  body { padding: 1.25rem .9rem 3rem; }
+  figure img { padding: .2rem; }
+  dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .5rem; }
+  .claims thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+  .claims tr { display: block; padding: .7rem 0; border-bottom: 1px solid var(--line); }
+  .claims td { display: block; border: 0; padding: .1rem 0; }
+  .claims td:first-child { font-weight: 600; }
+  .claims td[data-label]::before { content: attr(data-label) ": "; color: var(--soft); }
+}
+"""
+
+
+def page(chapters: Sequence[Chapter]) -> str:
+    claims = [claim for chapter in chapters for claim in chapter.claims]
+    contents = "".join(_contents_row(chapter) for chapter in chapters)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>fastweights results</title>
+<link rel="icon" href="data:,">
+<style>{_STYLE}</style>
+</head>
+<body>
+<header>
+<h1>fastweights results</h1>
+<p>The figures of <cite>Linear Transformers Are Secretly Fast Weight Programmers</cite> (Schlag, Irie and Schmidhuber,
+ICML 2021), trained again, and what the paper says of each, judged by these results: of {len(claims)} statements,
+{escape(tally(claims))}.</p>
+<div class="scroll"><table>
+<thead><tr><th scope="col">figure</th><th scope="col">scale</th><th scope="col">statements</th></tr></thead>
+<tbody>{contents}</tbody>
+</table></div>
+</header>
+<main>
+{"".join(_chapter(chapter) for chapter in chapters)}
+</main>
+</body>
+</html>
+"""
+
+
+def _text(text: str) -> str:
+    return escape(text).replace("d_dot", "d<sub>dot</sub>").replace("d_key", "d<sub>key</sub>")
+
+
+def _contents_row(chapter: Chapter) -> str:
+    name, title = chapter.experiment.name, escape(chapter.experiment.title)
+    scale, verdicts = chapter.scale or "not run", escape(tally(chapter.claims))
+    return f'<tr><td><a href="#{name}">{title}</a></td><td>{scale}</td><td>{verdicts}</td></tr>\n'
+
+
+def _chapter(chapter: Chapter) -> str:
+    experiment = chapter.experiment
+    parts = [
+        f'<section id="{experiment.name}">',
+        f"<h2>{escape(experiment.title)}</h2>",
+        f'<p class="where">{escape(experiment.where)} · <code>{experiment.name}</code></p>',
+        f"<blockquote><p>{_text(experiment.statement)}</p></blockquote>",
+    ]
+    if chapter.scale is None:
+        parts.append(f'<p class="note">Not run yet: <code>fastweights reproduce {experiment.name}</code></p>')
+    else:
+        parts += [_note(chapter, chapter.scale), _figure(chapter)]
+    parts.append(_claims(chapter.claims))
+    if chapter.scale is not None:
+        parts += [_how(chapter, chapter.scale), _data(chapter)]
+    return "\n".join([*parts, "</section>\n"])
+
+
+def _note(chapter: Chapter, scale: str) -> str:
+    note = chapter.experiment.scales[scale].note
+    return f'<p class="note"><strong>Scale {scale}.</strong> {_text(note)}</p>' if note else ""
+
+
+def _figure(chapter: Chapter) -> str:
+    experiment, results = chapter.experiment, chapter.results
+    assert chapter.svg is not None
+    source = base64.b64encode(chapter.svg).decode()
+    plot = experiment.plot
+    models = ", ".join(label for model, label in experiment.models.items() if results.of(model))
+    verdicts = "; ".join(f"{claim.text}: {claim.ours}" for claim in chapter.claims)
+    drawn = {"surfaces": "Surface plot", "curves": "Line plot", "scatter": "Scatter plot"}[plot.kind]
+    axes = "" if plot.kind == "surfaces" else f" of {plot.y_label} over {plot.x_label}"
+    alt = f"{drawn}{axes} for {models}. {verdicts}."
+    kind = f"{results.loss.split('_')[0]} evaluation loss" if plot.kind == "scatter" else ""
+    seeds = len({record.config["seed"] for record in results.records})
+    spread = f"mean and range over {seeds} seeds" if seeds > 1 else ""
+    caption = "; ".join(part for part in (experiment.title, f"scale {chapter.scale}", kind, spread) if part)
+    image = f'<img src="data:image/svg+xml;base64,{source}" width="660" height="450" alt="{escape(alt)}">'
+    return f"<figure>{image}<figcaption>{escape(caption)}.</figcaption></figure>"
+
+
+def _claims(claims: Sequence[Claim]) -> str:
+    rows = []
+    for claim in claims:
+        style, sign = {True: ("holds", "✓"), False: ("fails", "✗"), None: ("open", "–")}[claim.holds]
+        verdict = f'<span class="verdict {style}"><span aria-hidden="true">{sign}</span> {claim.verdict}</span>'
+        ours, paper = _text(claim.ours), _text(claim.paper)
+        rows.append(
+            f'<tr><td>{_text(claim.text)}</td><td data-label="ours">{ours}</td>'
+            f'<td data-label="paper">{paper}</td><td>{verdict}</td></tr>\n'
+        )
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("statement", "ours", "paper", "holds?"))
+    return f'<table class="claims"><thead><tr>{head}</tr></thead>\n<tbody>{"".join(rows)}</tbody></table>'
+
+
+def _how(chapter: Chapter, scale: str) -> str:
+    """Command, commit, machine and time, of all the runs the cells come from."""
+    experiment, records = chapter.experiment, chapter.results.records
+    seeds = sorted({record.config["seed"] for record in records})
+    planned = len(experiment.grid(scale))
+    command = f"fastweights reproduce {experiment.name} --scale {scale}"
+    if tuple(seeds) != experiment.scales[scale].seeds:
+        command += f" --seeds {','.join(map(str, seeds))}"
+    versions = [", ".join(f"{name} {number}" for name, number in record.versions.items()) for record in records]
+    entries = {
+        "command": f"<code>{escape(command)}</code>",
+        "scale": escape(f"{scale}: {SCALES[scale]}"),
+        "cells": f"{len(records)} ({planned} planned at this scale)",
+        "seeds": ", ".join(map(str, seeds)),
+        "time": f"{format_seconds(sum(record.wall_s for record in records))}, summed over cells",
+        "commit": _distinct([record.commit for record in records]),
+        "hardware": _distinct([record.hardware for record in records]),
+        "versions": _distinct(versions),
+    }
+    items = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in entries.items())
+    return f"<details><summary>How it was run</summary><dl>{items}</dl></details>"
+
+
+def _distinct(values: Sequence[str]) -> str:
+    return "<br>".join(escape(value) for value in dict.fromkeys(values))
+
+
+def _data(chapter: Chapter) -> str:
+    header, *rows = losses(chapter.experiment, chapter.results)
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{escape(entry)}</td>" for entry in row) + "</tr>\n" for row in rows)
+    table = f'<table class="numbers"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>'
+    return f'<details><summary>Data</summary><div class="scroll">{table}</div></details>'

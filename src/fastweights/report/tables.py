@@ -1,0 +1,60 @@
+"""Claims and results as rows, for the terminal and for the page."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from fastweights.experiments.base import NOT_RUN, Claim, Experiment, Results
+
+
+def format_seconds(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_loss(value: float | None) -> str:
+    return "NaN" if value is None or math.isnan(value) else f"{value:.4f}" if value >= 0.0001 else f"{value:.1e}"
+
+
+def losses(experiment: Experiment, results: Results) -> list[list[str]]:
+    """Header and rows: S down, models across, mean over seeds with its half range; without sizes, a row a cell."""
+    models = [model for model in experiment.models if results.of(model)]
+    if len(results.sizes()) < 2:
+        return _runs(experiment, results)
+    rows = [["S", *(experiment.models[model] for model in models)]]
+    for size in results.sizes():
+        entries = [_spread(results.values(model, size)) for model in models]
+        rows.append([str(size), *entries])
+    return rows
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    mean = format_loss(sum(values) / len(values))
+    return mean if len(values) == 1 or mean == "NaN" else f"{mean} ± {format_loss((max(values) - min(values)) / 2)}"
+
+
+def _runs(experiment: Experiment, results: Results) -> list[list[str]]:
+    scalars = [
+        name for name, value in results.records[0].metrics.items() if not isinstance(value, (list, dict))
+    ]  # fmt: skip
+    rows = [["model", "seed", *(name.replace("_", " ") for name in scalars), "seconds"]]
+    for record in results.records:
+        values = [record.metrics.get(name) for name in scalars]
+        shown = [format_loss(value) if isinstance(value, float | None) else str(value) for value in values]
+        config = record.config
+        rows.append([experiment.models[config["model"]], str(config["seed"]), *shown, f"{record.wall_s:.1f}"])
+    return rows
+
+
+def tally(claims: Sequence[Claim]) -> str:
+    """How many of each verdict, as in "7 hold, 1 fails, 2 not run"."""
+    counts = Counter(claim.verdict for claim in claims)
+    plural = {"holds": "hold", "fails": "fail"}
+    found = [(counts[verdict], verdict) for verdict in ("holds", "fails", "undecided", NOT_RUN) if counts[verdict]]
+    return ", ".join(f"{count} {plural.get(verdict, verdict) if count > 1 else verdict}" for count, verdict in found)

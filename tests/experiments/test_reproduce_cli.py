@@ -1,0 +1,174 @@
+"""`fastweights reproduce` and `fastweights report`, with a training that takes no time."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from fastweights.commands import reproduce as commands
+from tests.experiments.fakes import Training
+
+app = typer.Typer()
+app.command()(commands.reproduce)
+app.command()(commands.report)
+
+
+@pytest.fixture
+def training(monkeypatch):
+    return Training(monkeypatch)
+
+
+@pytest.fixture
+def run(tmp_path, training):
+    def run(*arguments, out=tmp_path / "out"):
+        return CliRunner(env={"COLUMNS": "300"}).invoke(app, [*arguments, "--out", str(out)])
+
+    return run
+
+
+def test_all_figures(run, training, tmp_path):
+    result = run("reproduce", "all", "--scale", "smoke", "--jobs", "1", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    out = tmp_path / "out"
+    assert result.stdout.strip().endswith(f"Page: {out / 'index.html'}")
+    assert "FAVOR+ with the delta rule gives NaN" in result.stdout and "NaN in 4 of 4 cells" in result.stdout
+    for name in ("fig1", "fig2", "fig3", "fig4", "fig5"):
+        assert json.loads((out / name / "results.json").read_text())["scale"] == "smoke"
+        assert (out / name / f"{name}.svg").exists() and (out / name / f"{name}.png").exists()
+    assert len(training.trained) == len(set(training.trained)) == 32
+    assert "[45/45] fig5 favor-128-delta S=4 seed 1: loss NaN" in result.stderr
+
+    again = run("reproduce", "all", "--scale", "smoke")
+    assert again.exit_code == 0 and "16 cells, 16 of them known" in again.stderr
+    before, page = len(training.trained), out / "index.html"
+    page.unlink()
+    assert run("report").exit_code == 0
+    assert page.exists() and len(training.trained) == before
+
+
+def test_selections_reach_the_training(run, training):
+    options = ["--models", "linear,dpfp-1", "--sizes", "4, 6", "--seeds", "1,2"]
+    assert run("reproduce", "fig2", "--scale", "smoke", *options).exit_code == 0
+    assert set(training.trained) == {(m, s, seed) for m in ("linear", "dpfp-1") for s in (4, 6) for seed in (1, 2)}
+    assert run("reproduce", "fig2", "--scale", "smoke", *options, "--force").exit_code == 0
+    assert len(training.trained) == 16
+
+
+def test_a_selection_may_leave_a_figure_out(run, training):
+    result = run("reproduce", "fig2", "fig4", "--scale", "smoke", "--sizes", "4", "--models", "linear")
+    assert result.exit_code == 0 and "fig4: nothing to run" in result.stderr
+    assert training.trained == [("linear", 4, 1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["reproduce"], "name what to reproduce: fig1"),
+        (["reproduce", "fig22"], "unknown figure or table 'fig22'; did you mean 'fig2'?"),
+        (["reproduce", "fig2", "--scale", "papers"], "unknown scale 'papers'; did you mean 'paper'?"),
+        (["reproduce", "fig2", "--models", "linear,dpfp1"], "unknown model 'dpfp1'; did you mean 'dpfp-1'?"),
+        (["reproduce", "fig2", "--models", "dpfp-1-delta"], "unknown model"),
+        (["reproduce", "fig2", "--sizes", "20,1"], "--sizes takes whole numbers of at least 2"),
+        (["reproduce", "fig2", "--sizes", "20,"], "--sizes takes values separated by commas"),
+        (["reproduce", "fig2", "--sizes", "twenty"], "--sizes takes whole numbers"),
+        (["reproduce", "fig2", "--seeds", "-1"], "--seeds takes whole numbers of at least 0"),
+        (["reproduce", "fig4", "--sizes", "20"], "leaves nothing to run at scale small: fig4 has sizes"),
+        (["reproduce", "fig2", "--device", "gpu"], "unknown device 'gpu'"),
+        (["reproduce", "fig2", "--device", "cuda:99"], "is not there"),
+        (["reproduce", "fig2", "--device", "meta"], "not supported"),
+        (["reproduce", "fig2", "--jobs", "0"], "--jobs must be at least 1"),
+        (["report"], "there are no results in"),
+        (["report", "--loss", "worst"], "unknown loss 'worst'"),
+    ],
+)
+def test_bad_input(run, training, tmp_path, arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr and "Traceback" not in result.output
+    assert training.trained == [] and not (tmp_path / "out").exists()
+
+
+def test_an_out_that_cannot_be_written(run, training, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    result = run("reproduce", "fig2", "--scale", "smoke", out=tmp_path / "file")
+    assert result.exit_code == 2 and "cannot write to" in result.stderr
+    result = run("reproduce", "fig2", "--scale", "smoke", out=tmp_path / "file" / "below")
+    assert result.exit_code == 2 and "cannot write to" in result.stderr
+    assert (tmp_path / "file").read_text() == "mine" and training.trained == []
+
+
+@pytest.mark.parametrize("content", ['{"format": 99}', '{"format": 1, "experiment": "fi'])
+@pytest.mark.parametrize("command", [["report"], ["reproduce", "fig3", "--scale", "smoke"], ["reproduce", "--list"]])
+def test_broken_results_stop_every_command(run, training, tmp_path, content, command):
+    assert run("reproduce", "fig2", "--scale", "smoke", "--sizes", "4").exit_code == 0
+    broken = tmp_path / "out" / "fig2" / "results.json"
+    broken.write_text(content)
+    files = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    result = run(*command)
+    assert result.exit_code == 2 and str(broken) in result.stderr
+    assert files == {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+
+
+def test_interrupted(run, training, tmp_path):
+    training.stop_after = 3
+    result = run("reproduce", "fig2", "fig5", "--scale", "smoke")
+    assert result.exit_code == 130
+    assert "3 of 32 cells are done" in result.stderr and "goes on from there" in result.stderr
+    training.stop_after = None
+    assert run("report").exit_code == 0
+    assert run("reproduce", "fig2", "fig5", "--scale", "smoke").exit_code == 0
+    assert len(training.trained) == 32
+
+
+def test_report_takes_up_cells_of_a_killed_sweep(run, training, tmp_path):
+    run("reproduce", "fig2", "--scale", "smoke")
+    results = tmp_path / "out" / "fig2" / "results.json"
+    complete = results.read_bytes()
+    results.unlink()
+    assert run("report").exit_code == 0
+    assert results.read_bytes() == complete
+
+
+def test_list(run, training):
+    fresh = run("reproduce", "--list")
+    assert fresh.exit_code == 0 and fresh.stdout.count("none") == 5 and "240 cells" in fresh.stdout
+    run("reproduce", "fig3", "--scale", "smoke")
+    assert "smoke: 4 cells, 6.0 s of training" in run("reproduce", "--list").stdout
+
+
+def test_report_by_the_best_loss(run, training, tmp_path):
+    run("reproduce", "fig2", "--scale", "smoke", "--sizes", "4")
+    assert run("report", "--loss", "best").exit_code == 0
+    assert "best evaluation loss" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_without_matplotlib(run, training, monkeypatch):
+    monkeypatch.setattr(commands, "find_spec", lambda name: None)
+    result = run("reproduce", "fig2", "--scale", "smoke")
+    assert result.exit_code == 2 and "pip install 'fastweights[experiments]'" in result.stderr
+
+
+def test_the_live_display(run, training, monkeypatch, tmp_path):
+    from rich.console import Console
+
+    from fastweights.commands.progress import Display
+    from fastweights.experiments import EXPERIMENTS
+    from fastweights.experiments.store import Store
+    from fastweights.experiments.sweep import sweep
+
+    with (tmp_path / "screen").open("w+") as screen:
+        console = Console(file=screen, force_terminal=True, width=200)
+        fig2 = EXPERIMENTS["fig2"]
+        with Display(console, [4, 8] * 8) as display:
+            sweep(fig2, fig2.cells("smoke"), Store(tmp_path / "out"), display)
+        screen.seek(0)
+        shown = screen.read()
+    assert "16/16" in shown and "left" in shown
+
+
+def test_the_commands_start_without_torch():
+    code = "import sys, fastweights.commands.reproduce; assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,135 @@
+"""The exact short cuts give the plain computation's losses and gradients, for every model of both settings."""
+
+import pytest
+import torch
+
+from fastweights import fast_weight_memory
+from fastweights.data.synthetic import evaluation_batch, training_batches
+from fastweights.models.retrieval import MODELS, Entry, RetrievalModel
+from fastweights.models.retrieval_algebra import ClippedDeltaRead, DeltaRead, DPFPScores, pair
+from tests.experiments import retrieval_oracle as oracle
+
+ALL = [(setting, name) for setting, models in MODELS.items() for name in models]
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def build(setting, name, size=7, d_key=6, **options):
+    model = RetrievalModel(size, MODELS[setting][name], d_key, generator(), dtype=torch.float64, **options)
+    if "schlag" in name:
+        # Keys long enough for the norm to be cut at most steps, but not at all of them.
+        with torch.no_grad():
+            model.key_weight.mul_(2)
+    return model
+
+
+# In the larger batch more pairs occur than there are, and some models then map each pair once.
+@pytest.mark.parametrize("sequences", [2, 5])
+@pytest.mark.parametrize(("setting", "name"), ALL)
+def test_training_loss_and_gradients(setting, name, sequences):
+    model = build(setting, name)
+    (batch,) = training_batches(setting, 7, 1, sequences, generator(1))
+    fast, plain = model.loss(batch), oracle.loss(model, batch)
+    torch.testing.assert_close(fast, plain, rtol=1e-10, atol=1e-12)
+    names, weights = zip(*model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(fast, weights), torch.autograd.grad(plain, weights)
+    for name, ours, theirs in zip(names, *gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("options", [{}, {"query_cap": 3}, {"query_cap": 5, "chunk": 2}], ids=str)
+@pytest.mark.parametrize(("setting", "name"), ALL)
+def test_evaluation_loss(setting, name, options):
+    model = build(setting, name)
+    batch = evaluation_batch(setting, 7, 2, generator(1), length=11, **options)
+    with torch.no_grad():
+        torch.testing.assert_close(model.loss(batch), oracle.loss(model, batch), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["favor-64-delta", "dpfp-1-delta", "dpfp-1-sum"])
+def test_exact_denominators(name):
+    model = build(2, name, read_eps=0)
+    (batch,) = training_batches(2, 7, 1, 5, generator(1))
+    torch.testing.assert_close(model.loss(batch), oracle.loss(model, batch), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("with_keys", [True, False])
+@pytest.mark.parametrize(("d", "nu"), [(2, 1), (2, 3), (5, 1), (5, 4), (5, 5), (5, 9), (64, 3)])
+def test_dpfp_scores_are_products_of_features(d, nu, with_keys):
+    S, B, L = 6, 3, 6
+    tables = [torch.randn(S, d, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    q = torch.randn(B, d, dtype=torch.float64, requires_grad=True)
+    keys = torch.randint(S, (B, L)) if with_keys else None
+    values = torch.randint(S, (B, L))
+    phi = RetrievalModel(2, Entry("sum", "dpfp", {"nu": nu}), d, generator()).phi
+    plain = (phi.map(pair(*tables, keys, values)) @ phi.map(q).unsqueeze(-1)).squeeze(-1)
+    fast = DPFPScores.apply(*tables, q, keys, values, nu)
+    torch.testing.assert_close(fast, plain)
+    upstream = torch.randn_like(plain)
+    for ours, theirs in zip(
+        torch.autograd.grad(fast, [*tables, q], upstream),
+        torch.autograd.grad(plain, [*tables, q], upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 64])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_delta_read_is_the_delta_rule(chunk, queries):
+    B, L, D = 3, 13, 5
+    k, q = torch.rand(B, L, D, dtype=torch.float64), torch.rand(B, queries, D, dtype=torch.float64)
+    beta, v = torch.rand(B, L, dtype=torch.float64), torch.randn(B, L, 4, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (k, beta, q)]
+    any_q = torch.zeros(B, L, 1, D, dtype=torch.float64)
+    arguments = {"rule": "delta", "beta": beta.unsqueeze(2), "backend": "reference"}
+    _, state = fast_weight_memory(any_q, k.unsqueeze(2), v.unsqueeze(2), **arguments)
+    plain = q @ state.W.squeeze(1)
+    fast = DeltaRead.apply(k, beta, q, chunk) @ v
+    torch.testing.assert_close(fast, plain)
+    upstream = torch.randn_like(plain)
+    for ours, theirs in zip(*(torch.autograd.grad(y, inputs, upstream) for y in (fast, plain)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_clipped_delta_read(queries):
+    k = (torch.randn(3, 9, 4, dtype=torch.float64) * 0.7).requires_grad_()
+    q = torch.randn(3, queries, 4, dtype=torch.float64, requires_grad=True)
+    beta = torch.rand(3, 9, dtype=torch.float64, requires_grad=True)
+    values = torch.randint(5, (3, 9), generator=generator())
+    plain, clipped = [], []
+    for b in range(3):
+        W = torch.zeros(5, 4, dtype=torch.float64)
+        for t in range(9):
+            v = torch.nn.functional.one_hot(values[b, t], 5)
+            W = W + beta[b, t] * torch.outer(v - W @ k[b, t], k[b, t])
+            if t:
+                clipped.append(bool(W.norm() > 1))
+                W = W / W.norm().clamp(min=1)
+        plain.append(q[b] @ W.mT)
+    assert {True, False} == set(clipped)
+    a = ClippedDeltaRead.apply(k, beta, q, values, 5)
+    y = a.new_zeros(3, queries, 5).scatter_add(-1, values.unsqueeze(1).expand_as(a), a)
+    torch.testing.assert_close(y, torch.stack(plain))
+    assert torch.autograd.gradcheck(lambda k, beta, q: ClippedDeltaRead.apply(k, beta, q, values, 5), (k, beta, q))
+
+
+def test_favor_with_the_delta_rule_makes_no_nan():
+    # At this size keys are so long that every feature underflows in float32.
+    model = RetrievalModel(400, MODELS[2]["favor-64-delta"], 64, generator())
+    (batch,) = training_batches(2, 400, 1, 2, generator(1), length=20)
+    gradients = torch.autograd.grad(model.loss(batch), list(model.parameters()))
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_orthogonal_features():
+    model = build(1, "favor-64", d_key=16, orthogonal=True)
+    rows = model.phi.projection
+    blocks = rows.unflatten(0, (-1, 16))
+    norms = rows.norm(dim=-1)
+    gram = blocks @ blocks.mT
+    torch.testing.assert_close(gram, torch.diag_embed(norms.unflatten(0, (-1, 16)) ** 2), atol=1e-9, rtol=0)
+    assert norms.std() > 0.3

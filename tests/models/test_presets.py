@@ -1,0 +1,167 @@
+"""Configurations and what they refuse; presets: counts and sizes to the last digit that the paper prints, recipes."""
+
+import inspect
+import json
+
+import pytest
+import torch
+
+from fastweights.models.language_model import LanguageModel, LanguageModelConfig
+from fastweights.models.presets import (
+    MIXER_CHOICES,
+    PRESETS,
+    RECIPES,
+    TrainingRecipe,
+    medium,
+    small,
+    tiny,
+    training_recipe,
+)
+
+
+def build(config: LanguageModelConfig) -> LanguageModel:
+    with torch.device("meta"):
+        return LanguageModel(config)
+
+
+def millions(number: int, digits: int) -> str:
+    return f"{number / 1e6:.{digits}f}"
+
+
+@pytest.mark.parametrize(
+    ("config", "printed"),
+    [
+        (medium("linear"), "89.8"),
+        (medium("delta"), "89.9"),
+        (medium("xl"), "90.9"),
+        (medium("transformer"), "89.8"),
+        (small("linear"), "44.02"),
+        (small("delta"), "44.03"),
+    ],
+)
+def test_parameter_counts(config, printed):
+    assert millions(build(config).n_parameters, len(printed.split(".")[1])) == printed
+
+
+@pytest.mark.parametrize(("preset", "gates"), [(small, 16_384), (medium, 32_768)])
+@pytest.mark.parametrize("mixer", ["linear", "performer", "dpfp"])
+def test_the_delta_rule_costs_its_gates(mixer, preset, gates):
+    added = build(preset(mixer, rule="delta")).n_parameters - build(preset(mixer, rule="sum")).n_parameters
+    assert added == gates
+
+
+def test_models_without_gates_and_distances_are_of_one_size():
+    sizes = {build(small(name)).n_parameters for name in ("linear", "performer", "dpfp", "transformer")}
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("mixer", ["delta", "linear"])
+def test_state_size_of_fast_weights(mixer):
+    assert millions(build(medium(mixer)).state_size(384), 2) == "0.13"
+
+
+@pytest.mark.parametrize(
+    ("memory", "segment", "printed"), [(15, 1, "0.13"), (64, 64, "1.05"), (128, 128, "2.10"), (384, 384, "6.29")]
+)
+def test_state_size_of_transformer_xl(memory, segment, printed):
+    model = build(medium("xl"))
+    model.set_memory(memory, clamp_len=384)
+    assert millions(model.state_size(segment), 2) == printed
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("mixer", MIXER_CHOICES)
+def test_every_preset_has_every_mixer(preset, mixer):
+    config = PRESETS[preset](mixer, vocab_size=50, n_layers=1, dropout=0.0)
+    assert config.cutoffs == () and (config.vocab_size, config.n_layers) == (50, 1)
+    assert LanguageModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    nll, _ = LanguageModel(config).loss(torch.randint(50, (2, 7)), torch.randint(50, (2, 7)))
+    assert nll.isfinite().all()
+    documentation = inspect.getdoc(PRESETS[preset])
+    assert all(word in documentation for word in (f"--preset {preset}", "Cost:", "Expected:"))
+
+
+def test_choices():
+    delta, linear = small("delta"), small("linear")
+    assert (delta.rule, delta.normalization, delta.feature_map) == ("delta", "sum", "elu")
+    assert (linear.rule, linear.normalization, linear.feature_map) == ("sum", "attention", "elu")
+    assert small("linear", rule="delta") == delta and small("delta", rule="sum") == linear
+    assert small("performer").feature_map_options == {"orthogonal": True, "m": 8}
+    assert medium("performer", rule="delta").feature_map_options["m"] == 16
+    assert small("performer", feature_map_options={"m": 16}).feature_map_options == {"orthogonal": True, "m": 16}
+    assert small("dpfp").feature_map_options == {"nu": 1} and small("dpfp", rule="delta").normalization == "sum"
+    assert small("dpfp", feature_map="relu").feature_map_options == {}
+    assert (medium("xl").mem_len, medium("xl").positions, medium("transformer").positions) == (384, "none", "sinusoid")
+    assert medium(context="carried").positions == "none" and medium().positions == "sinusoid"
+    assert medium().output_scale and medium(normalization="both").normalization == "both"
+    assert small(vocab_size=33_278).cutoffs == (20_000,) and tiny().cutoffs == (2_000, 10_000)
+
+
+def test_recipes():
+    assert RECIPES["small"] == TrainingRecipe(segment=256, batch_size=96, steps=500_000, lr=2.5e-4, warmup_steps=2000)
+    recipe = training_recipe("medium")
+    assert (recipe.segment, recipe.batch_size, recipe.steps, recipe.clip) == (384, 56, 400_000, 0.25)
+    xl = training_recipe("medium", "xl")
+    assert (xl.context, xl.steps, xl.warmup_steps, xl.segment) == ("carried", 200_000, 1000, 384)
+    assert training_recipe("medium", context="carried", batch_size=7).batch_size == 7
+    assert PRESETS.keys() == RECIPES.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be a whole number of at least 1, got 0"),
+        ({"n_layers": 1.5}, "n_layers must be a whole number of at least 1, got 1.5"),
+        ({"n_heads": 5}, "d_model = 12 does not divide into 5 heads"),
+        ({"cutoffs": (30,)}, "cutoffs must rise and lie between 0 and vocab_size = 23"),
+        ({"dropout": 1.0}, "dropout: .* at least 0 and below 1, got 1.0"),
+        ({"attention_dropout": -1}, "attention_dropout: .* got -1"),
+        ({"mixer": "softmaxx"}, "unknown mixer 'softmaxx'; did you mean 'softmax'"),
+        ({"rule": "dleta"}, "unknown rule 'dleta'; did you mean 'delta'"),
+        ({"feature_map": "dfpf"}, "unknown feature_map 'dfpf'"),
+        ({"normalization": "max"}, "unknown normalization 'max'"),
+        ({"positions": "learnt"}, "unknown positions 'learnt'"),
+        ({"position_direction": "up"}, "unknown position_direction 'up'"),
+        ({"norm": "mid"}, "unknown norm 'mid'"),
+        ({"init_std": -1}, "init_std must be at least 0"),
+        ({"positions": "sinusoid", "d_model": 9, "n_heads": 3}, "d_model must be even"),
+        ({"mixer": "softmax", "rule": "sum"}, "rule = 'sum' does nothing with mixer 'softmax'"),
+        ({"mixer": "softmax", "feature_map_options": {"m": 3}}, "feature_map_options = .* does nothing"),
+        ({"mem_len": 3}, "mem_len = 3 does nothing with mixer 'fast_weight'; .* use mixer 'relative'"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1 does nothing .* use mixer 'softmax' or 'relative'"),
+    ],
+    ids=str,
+)
+def test_config_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        LanguageModelConfig(**{"vocab_size": 23, "d_model": 12, "n_heads": 2, **options})
+
+
+def test_config_from_a_dictionary():
+    with pytest.raises(ValueError, match="unknown field of LanguageModelConfig 'd_modle'; did you mean 'd_model'"):
+        LanguageModelConfig.from_dict({"vocab_size": 3, "d_modle": 4})
+    with pytest.raises(ValueError, match="vocab_size is missing; got d_model"):
+        LanguageModelConfig.from_dict({"d_model": 4})
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="unknown mixer 'dleta'; did you mean 'delta'"):
+        small("dleta")
+    with pytest.raises(ValueError, match="rule = 'delta' does nothing with mixer 'transformer'"):
+        small("transformer", rule="delta")
+    with pytest.raises(ValueError, match="unknown rule 'hebb'"):
+        small(rule="hebb")
+    with pytest.raises(ValueError, match="unknown field of LanguageModelConfig 'layers'"):
+        small(layers=3)
+    with pytest.raises(ValueError, match="unknown context 'endless'"):
+        small(context="endless")
+    with pytest.raises(ValueError, match="unknown preset 'larger'"):
+        training_recipe("larger")
+    with pytest.raises(ValueError, match="unknown mixer 'rnn'"):
+        training_recipe("small", "rnn")
+    with pytest.raises(ValueError, match="unknown field of TrainingRecipe 'batch'; did you mean 'batch_size'"):
+        training_recipe("small", batch=3)
+    with pytest.raises(ValueError, match="steps must be above 0, got 0"):
+        training_recipe("small", steps=0)
+    with pytest.raises(ValueError, match="warmup_steps must be from 0 to steps = 10, got 2000"):
+        training_recipe("small", steps=10)

@@ -1,0 +1,114 @@
+"""Every shipped launch configuration compiles for sm_80 and sm_90, without a GPU, and fits in shared memory."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from fastweights.ops.backends.triton.configs import TABLE, Config
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from fastweights.ops.backends.triton import launch  # noqa: E402
+
+# Bytes of shared memory that one block may ask for.
+SHARED = {80: 163 * 1024, 90: 227 * 1024}
+KERNELS = ("invert_chunks", "walk_forward", "walk_backward", "chunk_gradients")
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+}
+ROWS = [
+    pytest.param(dtype, D, M, config, id=f"{str(dtype)[6:]}-{D}x{M}")
+    for dtype, rows in TABLE.items()
+    if dtype != torch.float64
+    for (D, M), config in rows.items()
+]
+
+
+class Recorder:
+    """Stands where a kernel stands in `launch` and notes what it is called with."""
+
+    def __init__(self, kernel: Any, calls: list[Any]) -> None:
+        self.kernel, self.calls, self.arg_names = kernel, calls, kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        return lambda *arguments, **options: self.calls.append((self.kernel, arguments, options))
+
+
+def launches(monkeypatch: Any, dtype: torch.dtype, D: int, M: int, config: Config, gated: bool) -> list[Any]:
+    """What the launch code calls for the delta rule, or for packed sequences of the gated delta rule."""
+    calls: list[Any] = []
+    for name in KERNELS:
+        monkeypatch.setattr(launch, name, Recorder(getattr(launch, name), calls))
+
+    def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    B, T, H = 1 if gated else 2, 256, 8
+    q, k, v = tensor(B, T, H, D), tensor(B, T, H, D), tensor(B, T, H, M)
+    a, e = (tensor(B, T, H, dtype=torch.float32) for _ in range(2))
+    gates = (a if gated else None, e, None)
+    bounds = tensor(4, dtype=torch.int32) if gated else None
+    W = tensor(3 if gated else B, H, D, M, dtype=torch.float32)
+    y, W_end, *kept = launch.forward(q, k, v, gates, W, bounds, dtype, True, True, config)
+    launch.backward(y, W_end if gated else None, q, k, v, gates, *kept, bounds, True, torch.float32, config)
+    return calls
+
+
+def build(call: Any, capability: int) -> Any:
+    """Compile one recorded launch, specialised as the launcher would."""
+    kernel, arguments, options = call
+    signature: dict[str, str] = {}
+    constants = {name: value for name, value in options.items() if name in kernel.arg_names}
+    divisible = {}
+    for i, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
+        if value is None or (isinstance(value, int) and value == 1):
+            constants[name] = value
+            continue
+        signature[name] = "i32" if isinstance(value, int) else POINTERS[value.dtype]
+        if not isinstance(value, int) or value % 16 == 0:
+            divisible[(i,)] = [["tt.divisibility", 16]]
+    signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants, divisible)
+    compiler_options = {name: options[name] for name in ("num_warps", "num_stages")}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=compiler_options)
+
+
+def check(calls: list[Any], capability: int) -> None:
+    for call in calls:
+        built = build(call, capability)
+        assert built.metadata.shared <= SHARED[capability], call[0].__name__
+        assert "cubin" in built.asm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS)
+def test_compiles_for_hopper(monkeypatch, dtype, D, M, config):
+    calls = launches(monkeypatch, dtype, D, M, config, gated=False)
+    assert len(calls) == (2 if config.fused else 4)
+    check(calls, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "D", "M", "config"), [row for row in ROWS if row.id in ("bfloat16-32x16", "bfloat16-512x256")]
+)
+def test_compiles_for_ampere(monkeypatch, dtype, D, M, config):
+    check(launches(monkeypatch, dtype, D, M, config, gated=False), 80)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "D", "M", "config"), [row for row in ROWS if row.id in ("bfloat16-32x16", "bfloat16-64x64")]
+)
+def test_compiles_gated_and_packed(monkeypatch, dtype, D, M, config):
+    check(launches(monkeypatch, dtype, D, M, config, gated=True), 90)

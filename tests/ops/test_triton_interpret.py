@@ -1,0 +1,207 @@
+"""The Triton kernels in Triton's interpreter, against the reference: outputs, states and every gradient.
+
+The interpreter has to be chosen before Triton is first imported, so the tests run in a process of their own.
+"""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastweights.ops import chunked, family, reference
+from fastweights.ops.backends.triton import BACKEND
+from fastweights.ops.backends.triton.configs import Config, configuration
+from fastweights.ops.backends.triton.ops import recurrence, walk
+from fastweights.ops.problem import Problem
+from fastweights.ops.rules import RULES
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+
+FAMILY = [name for name, rule in RULES.items() if rule.coefficients is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_in_the_interpreter() -> None:
+    """Runs the rest of this file with the interpreter."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout=280", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert "passed" in run.stdout
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Memory that nobody wrote reads as NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def a_problem(
+    rule: str,
+    B: int = 1,
+    T: int = 33,
+    H: int = 2,
+    D: int = 12,
+    M: int = 20,
+    *,
+    dtype: torch.dtype = torch.float64,
+    normalized: bool = False,
+    bounds: list[int] | None = None,
+    seed: int = 0,
+) -> Problem:
+    """Random inputs; keys of length about 1, positive where they are divided by; every fifth decay shut."""
+    g = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randn, generator=g, dtype=dtype)
+    q, k, v = draw(B, T, H, D), draw(B, T, H, D), draw(B, T, H, M)
+    if normalized:
+        q, k = q.abs() + 0.1, k.abs() + 0.1
+    k = k / k.norm(dim=-1, keepdim=True)
+    gates = {name: torch.rand(B, T, H, generator=g, dtype=dtype) for name in RULES[rule].gates}
+    if "decay" in gates:
+        gates["decay"][:, 4::5] = 0
+    N = B if bounds is None else len(bounds) - 1
+    W = draw(N, H, D, M)
+    z = draw(N, H, D).abs() if normalized else None
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    return Problem(RULES[rule], q, k, v, gates, W, z, cu_seqlens)
+
+
+def run_both(problem: Problem, kernels: Config | None = None) -> None:
+    """Compare everything that comes out and everything that flows back."""
+    tensors = {"q": problem.q, "k": problem.k, "v": problem.v, **problem.gates, "W": problem.W}
+    if problem.z is not None:
+        tensors["z"] = problem.z
+    for x in tensors.values():
+        x.requires_grad_()
+    names = list(tensors)
+
+    def everything(outputs: tuple[Tensor, Tensor, Tensor | None]) -> dict[str, Tensor]:
+        y, W, z = outputs
+        named = {"y": y, "W_end": W} | ({} if z is None else {"z_end": z})
+        g = torch.Generator().manual_seed(1)
+        loss = sum((x * torch.randn(x.shape, generator=g, dtype=x.dtype)).sum() for x in named.values())
+        grads = torch.autograd.grad(loss, [tensors[name] for name in names])
+        return named | {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
+
+    ours = everything(family.run(problem, partial(recurrence, config=kernels)))
+    expected = everything(reference.run(problem))
+    tolerance = 1e-10 if problem.q.dtype == torch.float64 else 1e-5
+    for name, want in expected.items():
+        assert ours[name].dtype == want.dtype
+        error = (ours[name] - want).norm() / want.norm().clamp_min(1e-3)
+        assert error <= tolerance, f"{name} is off by {error:.1e}"
+
+
+FUSED = configuration(16, 16, torch.float64)._replace(fused=1, prepared=0)
+# Two programs a state, two tiles of features: what head sizes over 32 are made of.
+SPLIT = configuration(16, 16, torch.float64)._replace(columns=16, features=16)
+
+
+@inside
+@pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
+@pytest.mark.parametrize("rule", FAMILY)
+def test_every_rule(rule, kernels):
+    run_both(a_problem(rule, D=20, M=20), kernels)
+
+
+@inside
+@pytest.mark.parametrize("rule", FAMILY)
+def test_attention_normalization(rule):
+    run_both(a_problem(rule, T=19, H=1, D=12, M=9, normalized=True))
+
+
+@inside
+@pytest.mark.parametrize("T", [1, 7, 16, 63, 100])
+def test_lengths(T):
+    run_both(a_problem("gated_delta", B=2, T=T, H=1, D=8, M=16, dtype=torch.float32))
+
+
+@inside
+@pytest.mark.parametrize(("D", "M"), [(8, 8), (12, 20), (40, 16), (16, 70)])
+def test_shipped_configurations(D, M):
+    run_both(a_problem("delta", T=40, H=1, D=D, M=M, dtype=torch.float32))
+
+
+@inside
+@pytest.mark.parametrize("chunk", [32, 64])
+@pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
+def test_chunks(chunk, kernels):
+    run_both(a_problem("gated_delta", T=70, H=1), kernels._replace(chunk=chunk))
+
+
+@inside
+@pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
+def test_packed_sequences(kernels):
+    """Also an empty one at each end, one of a single token, and one that fills a chunk exactly."""
+    run_both(a_problem("gated_delta", T=70, H=2, D=16, M=16, bounds=[0, 0, 1, 17, 33, 52, 70, 70]), kernels)
+
+
+@inside
+def test_every_key_the_same():
+    """The inverse's entries stay small where powers of its matrix would not."""
+    problem = a_problem("delta", T=64, H=1, D=8, M=8, dtype=torch.float32)
+    problem.k[:] = problem.k[:, :1].clone()
+    problem.gates["beta"].fill_(1.0)
+    run_both(problem, FUSED._replace(chunk=64))
+
+
+@inside
+def test_a_decay_of_any_sign():
+    problem = a_problem("decay", T=40)
+    problem.gates["decay"].sub_(0.5).mul_(2)
+    run_both(problem, SPLIT)
+
+
+@inside
+def test_strides():
+    """Slices of one projection, and a gradient that is one number expanded."""
+    whole = torch.randn(2, 20, 2, 3, 16, dtype=torch.float64)
+    beta = torch.rand(2, 2, 20, dtype=torch.float64).transpose(1, 2)
+    W = torch.randn(2, 2, 16, 16, dtype=torch.float64).transpose(2, 3)
+    whole.requires_grad_()
+    grads = []
+    for run in (recurrence, chunked.recurrence):
+        q, k, v = whole.unbind(3)
+        y, W_end = run(q, k, v, None, beta, beta, W, None, q.dtype)
+        grads.append(torch.autograd.grad(y.sum() + W_end.sum(), whole)[0])
+        assert y.is_contiguous()
+    torch.testing.assert_close(*grads)
+
+
+@inside
+@pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
+def test_as_a_custom_op(kernels):
+    """Schema, fake tensors and autograd registration."""
+    q, k, v, W = (torch.randn(shape, dtype=torch.float64) for shape in [(1, 5, 1, 8)] * 3 + [(1, 1, 8, 8)])
+    beta = torch.rand(1, 5, 1, dtype=torch.float64)
+    for x in (q, k, v, W):
+        x.requires_grad_()
+    torch.use_deterministic_algorithms(False)
+    arguments = (q, k, v, None, beta, None, W, None, torch.float64, True, True, list(kernels))
+    torch.library.opcheck(walk, arguments)
+
+
+@inside
+def test_what_it_refuses():
+    assert BACKEND.unavailable() is None
+    assert BACKEND.refuses(a_problem("delta")) is None
+    assert "bfloat16" in BACKEND.refuses(a_problem("delta", dtype=torch.bfloat16))
+    assert "D = 520" in BACKEND.refuses(a_problem("delta", T=1, D=520))
+    assert "outside the family" in BACKEND.refuses(a_problem("fwp1991"))
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_without_a_gpu():
+    assert BACKEND.unavailable() == "there is no CUDA device"
+    assert "tensors are on cpu" in BACKEND.refuses(a_problem("delta"))
