@@ -11,7 +11,7 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("size", [2, 60, 150])
+@pytest.mark.parametrize("size", [2, 40, 150])
 def test_permutations(size):
     rows = permutations(500, size, generator())
     assert (rows.sort(-1).values == torch.arange(size)).all()

@@ -6,7 +6,7 @@ import torch
 from fastweights import fast_weight_memory
 from fastweights.data.synthetic import evaluation_batch, training_batches
 from fastweights.models.retrieval import MODELS, Entry, RetrievalModel
-from fastweights.models.retrieval_algebra import ClippedDeltaRead, DeltaRead, DPFPScores, pair
+from fastweights.models.retrieval_algebra import ClippedWrites, DeltaRead, DPFPScores, pair
 from tests.experiments import retrieval_oracle as oracle
 
 ALL = [(setting, name) for setting, models in MODELS.items() for name in models]
@@ -111,10 +111,21 @@ def test_clipped_delta_read(queries):
                 W = W / W.norm().clamp(min=1)
         plain.append(q[b] @ W.mT)
     assert {True, False} == set(clipped)
-    a = ClippedDeltaRead.apply(k, beta, q, values, 5)
-    y = a.new_zeros(3, queries, 5).scatter_add(-1, values.unsqueeze(1).expand_as(a), a)
-    torch.testing.assert_close(y, torch.stack(plain))
-    assert torch.autograd.gradcheck(lambda k, beta, q: ClippedDeltaRead.apply(k, beta, q, values, 5), (k, beta, q))
+    errors, logs = ClippedWrites.apply(k, beta, values, 5)
+    weights = beta * logs.flip(-1).cumsum(-1).flip(-1).exp()
+    torch.testing.assert_close((q @ k.mT * weights.unsqueeze(1)) @ errors, torch.stack(plain))
+    assert torch.autograd.gradcheck(lambda k, beta: ClippedWrites.apply(k, beta, values, 5), (k, beta))
+
+
+@pytest.mark.parametrize("name", ["schlag2021", "schlag2021-dpfp"])
+def test_clipping_keeps_long_sequences_finite(name):
+    """Without the divisions these memories would grow past the largest float64."""
+    model = RetrievalModel(200, MODELS[2][name], 64, generator(), dtype=torch.float64)
+    (batch,) = training_batches(2, 200, 1, 1, generator(1))
+    torch.testing.assert_close(model.loss(batch), oracle.loss(model, batch))
+    single = RetrievalModel(200, MODELS[2][name], 64, generator())
+    gradients = torch.autograd.grad(single.loss(batch), list(single.parameters()))
+    assert all(g.isfinite().all() for g in gradients)
 
 
 def test_favor_with_the_delta_rule_makes_no_nan():

@@ -24,7 +24,8 @@ def reproduce(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Figures and tables, or 'all'.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="Show what there is, its cost, and what has been run.")] = False,
     scale: Annotated[
-        str, typer.Option(help="smoke (seconds), small (minutes) or paper (the paper's protocol).")
+        str,
+        typer.Option(help="smoke (seconds), small (minutes), paper, or code (its released code's protocol)."),
     ] = "small",
     models: Annotated[str | None, typer.Option(help="Only these models, separated by commas.")] = None,
     sizes: Annotated[str | None, typer.Option(help="These numbers of keys in place of the scale's: 20,40.")] = None,
@@ -76,13 +77,13 @@ def reproduce(
 
 def report(
     out: Out = Path("results"),
-    loss: Annotated[str, typer.Option(help="The loss that counts: that of the last evaluation, or the best.")] = "last",
+    loss: Annotated[str, typer.Option(help="The loss that counts: the best of a run, or its last.")] = "best",
 ) -> None:
     """Draw the plots and the page from whatever results there are, without training anything."""
     from fastweights.ops.tables import look_up
 
     with _input_errors():
-        metric = look_up({"last": "last_loss", "best": "best_loss"}, loss, "loss")
+        metric = look_up({"best": "best_loss", "last": "last_loss"}, loss, "loss")
         store = _store(out)
         _require_plotting()
         names = _check(store)
@@ -222,7 +223,7 @@ def _console(stream: object = None):  # type: ignore[no-untyped-def]
     return console
 
 
-def _finish(store: Store, names: set[str], metric: str = "last_loss") -> None:
+def _finish(store: Store, names: set[str], metric: str = "best_loss") -> None:
     """Plots and page, then the table of claims of the experiments at hand."""
     from fastweights.report.build import build
 

@@ -18,7 +18,7 @@ from fastweights.models.retrieval import Batch
 def permutations(rows: int, size: int, generator: torch.Generator) -> Tensor:
     """`rows` independent uniform permutations of 0 … size-1, (rows, size)."""
     device = generator.device
-    if device.type == "cpu" and size > 100:
+    if device.type == "cpu" and size > 50:
         # Linear in the size: from here on a shuffle for each row beats sorting them all.
         return torch.stack([torch.randperm(size, generator=generator) for _ in range(rows)])
     # In float64 a tie, which would favour one order, has a chance of 1e-11 at the largest size used.

@@ -18,6 +18,7 @@ from typing import Any
 SCALES = {
     "smoke": "a few steps of each cell, to see that everything runs; its numbers mean nothing",
     "small": "reduced sizes and training for a laptop",
+    "code": "the paper's sizes by the protocol of its released code, where that differs from the text",
     "paper": "the paper's protocol",
 }
 
@@ -101,7 +102,7 @@ class Claim:
 class Results:
     """The records of one experiment at one scale, read by model and size. `loss` is the metric that counts."""
 
-    def __init__(self, records: Sequence[Record], loss: str = "last_loss") -> None:
+    def __init__(self, records: Sequence[Record], loss: str = "best_loss") -> None:
         self.records = list(records)
         self.loss = loss
 

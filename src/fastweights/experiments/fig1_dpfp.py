@@ -29,6 +29,7 @@ MODEL = "dpfp-1"
 SCALES = {
     "smoke": Scale(sizes=(8,), cost="1 s", note="A coarse grid."),
     "small": Scale(sizes=(24,), cost="1 s"),
+    "code": Scale(sizes=(24,), cost="1 s"),
     "paper": Scale(sizes=(24,), cost="1 s"),
 }
 STATEMENT = (

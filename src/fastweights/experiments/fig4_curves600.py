@@ -13,7 +13,7 @@ from fastweights.experiments import fig2_capacity, retrieval
 from fastweights.experiments.base import Claim, Experiment, Plot, Results
 from fastweights.experiments.retrieval import FAILURE, beats, d_dot, not_run, show
 
-COSTS = {"smoke": "3 s", "small": "1 min on 2 cores", "paper": "3 min on an H200"}
+COSTS = {"smoke": "3 s", "small": "1 min on 2 cores", "code": "1 min on an H200", "paper": "1 min on an H200"}
 NOTES = {"small": "S = 120 in place of 600 and d_key 16 in place of 64; at most 3000 steps."}
 SCALES = {
     name: replace(scale, sizes=(max(scale.sizes),), cost=COSTS[name], note=NOTES.get(name, scale.note))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastweights.feature_maps import DPFP, FAVOR, FeatureMap, feature_map
-from fastweights.models.retrieval_algebra import ClippedDeltaRead, DeltaRead, DPFPScores, FAVORScores, Projection, pair
+from fastweights.models.retrieval_algebra import ClippedWrites, DeltaRead, DPFPScores, FAVORScores, Projection, pair
 from fastweights.ops.normalization import safe_divide
 
 
@@ -74,7 +74,7 @@ MODELS: dict[int, dict[str, Entry]] = {
 
 
 # Steps of the delta rule solved at once: on a GPU one large system costs less than the launches of many small ones.
-CHUNK = {"cpu": 32, "cuda": 512}
+CHUNK = {"cpu": 32, "cuda": 128}
 
 
 class RetrievalModel(nn.Module):
@@ -141,11 +141,13 @@ class RetrievalModel(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """ŷ for each query, (B, Q, S)."""
-        coefficients = READS[self.rule](self, batch, *self.project(batch))
+        return READS[self.rule](self, batch, *self.project(batch))
+
+    def place(self, batch: Batch, coefficients: Tensor) -> Tensor:
+        """Σ_t a_t v_t (B, Q, S) from the coefficients a (B, Q, L): one-hot values are written, not multiplied."""
         B, Q, L = coefficients.shape
         empty = coefficients.new_zeros(B, Q, self.size)
-        y = empty.scatter_add(-1, batch.values.unsqueeze(1).expand(B, Q, L), coefficients)
-        return F.layer_norm(y, (self.size,)) if self.rule == "schlag2021" else y
+        return empty.scatter_add(-1, batch.values.unsqueeze(1).expand(B, Q, L), coefficients)
 
     def loss(self, batch: Batch) -> Tensor:
         """½ Σ_j (v*_j - ŷ_j)², the mean over the queries."""
@@ -209,23 +211,23 @@ def _softmax_read(model: RetrievalModel, batch: Batch, keys_table: Tensor, q: Te
         scores = scores + by_key
     else:
         scores = scores + by_key.expand(B, -1, -1).gather(-1, batch.keys.unsqueeze(1).expand_as(values))
-    return (scores / math.sqrt(model.d_key)).softmax(-1)
+    return model.place(batch, (scores / math.sqrt(model.d_key)).softmax(-1))
 
 
 def _sum_read(model: RetrievalModel, batch: Batch, keys_table: Tensor, q: Tensor) -> Tensor:
     """φ(k_t)·φ(q) / (z·φ(q) + eps), Eqs. 17-19."""
     phi = model.phi
-    if q.dim() == 3 and q.shape[1] == 1 and isinstance(phi, (DPFP, FAVOR)):
-        arguments = keys_table, model.value_table, q.squeeze(1), batch.keys, batch.values
-        if isinstance(phi, DPFP):
-            scores = DPFPScores.apply(*arguments, phi.nu)
-        else:
-            scores = FAVORScores.apply(*arguments, phi.projection)
-        scores = scores.unsqueeze(1)
+    tables, one_query = (keys_table, model.value_table), q.dim() == 3 and q.shape[1] == 1
+    if one_query and isinstance(phi, DPFP):
+        scores = DPFPScores.apply(*tables, q.squeeze(1), batch.keys, batch.values, phi.nu).unsqueeze(1)
+    elif one_query and isinstance(phi, FAVOR) and batch.keys is None:
+        # In parts that a CPU's caches hold.
+        part = max(1, 2**20 // (phi.m * batch.values.shape[1])) if q.device.type == "cpu" else len(q)
+        parts = zip(q.squeeze(1).split(part), batch.values.split(part), strict=True)
+        scores = torch.cat([FAVORScores.apply(*tables, *each, phi.projection) for each in parts]).unsqueeze(1)
     else:
-        k = pair(keys_table, model.value_table, batch.keys, batch.values)
-        scores = (phi.map(k) @ phi.map(q).mT).mT
-    return _over(scores, scores.sum(-1, keepdim=True), model.read_eps)
+        scores = (phi.map(pair(*tables, batch.keys, batch.values)) @ phi.map(q).mT).mT
+    return model.place(batch, _over(scores, scores.sum(-1, keepdim=True), model.read_eps))
 
 
 def _delta_read(model: RetrievalModel, batch: Batch, keys_table: Tensor, q: Tensor) -> Tensor:
@@ -233,18 +235,18 @@ def _delta_read(model: RetrievalModel, batch: Batch, keys_table: Tensor, q: Tens
     k, beta = model.keys_and_gates(batch, keys_table)
     q = model.phi.map(q)
     q = _over(q, q.sum(-1, keepdim=True), model.read_eps)
-    return DeltaRead.apply(k, beta, _for_each(q, k), CHUNK[k.device.type])
+    q = q.expand(len(k), *q.shape[-2:])
+    return model.place(batch, DeltaRead.apply(k, beta, q, CHUNK[k.device.type]))
 
 
 def _schlag2021_read(model: RetrievalModel, batch: Batch, keys_table: Tensor, q: Tensor) -> Tensor:
-    """The rule of Schlag et al. (2021), Sec. 6.1.2: delta steps on plain keys, all but the first cut to norm 1."""
+    """The rule of Schlag et al. (2021), Sec. 6.1.2, and LayerNorm: delta steps on plain keys, memories of norm 1."""
     k, beta = model.keys_and_gates(batch, keys_table)
-    return ClippedDeltaRead.apply(k, beta, _for_each(model.phi.map(q), k), batch.values, model.size)
-
-
-def _for_each(q: Tensor, k: Tensor) -> Tensor:
-    """Queries (B, Q, D), where all sequences may share them."""
-    return q.expand(len(k), *q.shape[-2:])
+    errors, logs = ClippedWrites.apply(k, beta, batch.values, model.size)
+    # What is written at step t is scaled at t and at every later step.
+    weights = beta * logs.flip(-1).cumsum(-1).flip(-1).exp()
+    y = (model.phi.map(q) @ k.mT * weights.unsqueeze(1)) @ errors
+    return F.layer_norm(y, (model.size,))
 
 
 def _over(x: Tensor, by: Tensor, eps: float) -> Tensor:

@@ -1,8 +1,8 @@
 """Exact short cuts for retrieval: what the last query reads, without ever building the memory.
 
-A read-out is linear in the values, y = Σ_t a_t v_t. These functions compute the coefficients a. Each has its gradient
-written out, and none waits for the device, so that all can be recorded in a CUDA graph. B sequences, L pairs, Q
-queries, S keys and as many values, d = d_key, D = d_dot.
+A read-out is linear in the values, y = Σ_t a_t v_t, and most of these functions compute the coefficients a. Each has
+its gradient written out, and none waits for the device, so that all can be recorded in a CUDA graph. B sequences, L
+pairs, Q queries, S keys and as many values, d = d_key, D = d_dot.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def pair(keys_table: Tensor, values_table: Tensor, keys: Tensor | None, values: 
     """W_K [e(k); v] (B, L, ·) from the projections of all keys and all values: a sum of two looked-up rows."""
     by_value = values_table.index_select(0, values.flatten()).unflatten(0, values.shape)
     if keys is None:
-        return by_value + keys_table
-    return by_value + keys_table.index_select(0, keys.flatten()).unflatten(0, keys.shape)
+        return by_value.add_(keys_table)
+    return by_value.add_(keys_table.index_select(0, keys.flatten()).unflatten(0, keys.shape))
 
 
 def unpair(d: Tensor, keys: Tensor | None, values: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -100,36 +100,34 @@ class DPFPScores(Function):
 
 
 class FAVORScores(Function):
-    """φ(k_t)·φ(q) for FAVOR+ (Eqs. 31-32) and one query a sequence, (B, L).
+    """φ(k_t)·φ(q) for FAVOR+ (Eqs. 31-32) and one query a sequence of all keys in order, (B, L).
 
     That is Σ_r cosh(r·(k + q)) exp(-(|k|² + |q|²)/2) / m: key and query share one exponential. The random vectors, the
     m rows of R, meet the tables and not the pairs.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, keys_table: Tensor, values_table: Tensor, q: Tensor, keys: Tensor | None, values: Tensor, R: Tensor
-    ) -> Tensor:
-        k = pair(keys_table, values_table, keys, values)
-        squares = (k.square().sum(-1) + q.square().sum(-1, keepdim=True)).unsqueeze(-1) / 2
-        along = pair(keys_table @ R.mT, values_table @ R.mT, keys, values).add_((q @ R.mT).unsqueeze(1))
+    def forward(ctx: Any, keys_table: Tensor, values_table: Tensor, q: Tensor, values: Tensor, R: Tensor) -> Tensor:
+        k = pair(keys_table, values_table, None, values)
+        offset = (k.square().sum(-1) + q.square().sum(-1, keepdim=True)).unsqueeze(-1) / -2
+        along = pair(keys_table @ R.mT, values_table @ R.mT, None, values).add_((q @ R.mT).unsqueeze(1))
         # Below e^-87 float32 has no full numbers, and a CPU is slow to find that out.
-        rising, falling = (x.clamp_(min=-87).exp_() for x in (along - squares, along.neg_().sub_(squares)))
+        rising, falling = (x.clamp_(min=-87).exp_() for x in (offset + along, offset - along))
         scores = (rising.sum(-1) + falling.sum(-1)) / (2 * len(R))
-        ctx.save_for_backward(k, q, R, rising.sub_(falling), scores, keys, values)
+        ctx.save_for_backward(k, q, R, rising.sub_(falling), scores, values)
         ctx.size = len(keys_table)
         return scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_scores: Tensor) -> tuple[Tensor | None, ...]:
-        k, q, R, slope, scores, keys, values = ctx.saved_tensors
+        k, q, R, slope, scores, values = ctx.saved_tensors
         d_along = slope * (d_scores / (2 * len(R))).unsqueeze(-1)
         d_squares = -(d_scores * scores)
-        by_key, by_value = unpair(k * d_squares.unsqueeze(-1), keys, values, ctx.size)
-        along_key, along_value = unpair(d_along, keys, values, ctx.size)
+        by_key, by_value = unpair(k * d_squares.unsqueeze(-1), None, values, ctx.size)
+        along_key, along_value = unpair(d_along, None, values, ctx.size)
         d_q = torch.addmm(q * d_squares.sum(-1, keepdim=True), d_along.sum(1), R)
-        return torch.addmm(by_key, along_key, R), torch.addmm(by_value, along_value, R), d_q, None, None, None
+        return torch.addmm(by_key, along_key, R), torch.addmm(by_value, along_value, R), d_q, None, None
 
 
 class DeltaRead(Function):
@@ -176,83 +174,73 @@ class DeltaRead(Function):
         return torch.cat(d_k, 1), torch.cat(d_beta, 1), h, None
 
 
-class ClippedDeltaRead(Function):
-    """Coefficients a (B, Q, L) of the read-out under the rule of Schlag et al. (2021), Sec. 6.1.2.
+class ClippedWrites(Function):
+    """What the rule of Schlag et al. (2021) writes: errors E (B, L, S), and log of the scale after each write (B, L).
 
-    That rule is a delta step followed, except for the first, by W / max(1, ||W||_F). Divisions only scale what was
-    written before, so beside the delta rule the norms are all it needs. With N the strictly lower part of K Kᵀ diag(β)
-    and R = (1 + N)^-1, the delta rule alone has a = Rᵀ diag(β) K q, and R V is what each step finds to change,
-    e_t = v_t - v̄_t. The write of step r counts by w_r, the product of the scales since, and with κ = |k_t|²
+    The rule is a delta step, W + β e ⊗ k with e = v - W k, then, except for the first, W / max(1, ||W||_F). With w_tr
+    the product of the scales from step r to t - 1, the memory that step t meets is Σ_r w_tr β_r e_r ⊗ k_r. So
+    (1 + A) E = V with A_tr = w_tr β_r k_t·k_r below the diagonal, and the squared norm after the write is
 
-        ||W||² + 2 β_t e·v_t + (β_t² κ_t - 2 β_t) |e|²
+        n_t = ||W||² + 2 β_t (e_t·v_t - |e_t|²) + β_t² |k_t|² |e_t|².
 
-    is the squared norm after the write, and min(1, ·) of it after the division. The scan runs over these numbers, L of
-    them a sequence, and never over a matrix. Its adjoint is linear in them: one triangular system.
+    The scan runs over the rows of A and never over a memory. Its numbers are those of the memory and stay as small;
+    without the scales inside, the same system outgrows float64 at a few hundred keys.
+
+    Backwards, scales enter as a similarity, A = D N D^-1, and e_t's derivative by the log of the scale of step u < t is
+    the partial sum Σ_{r≤u} (1 + A)^-1_tr v_r. That leaves one triangular system for the adjoint of the norms.
     """
 
     @staticmethod
-    def forward(ctx: Any, k: Tensor, beta: Tensor, q: Tensor, values: Tensor, size: int) -> Tensor:
+    def forward(ctx: Any, k: Tensor, beta: Tensor, values: Tensor, size: int) -> tuple[Tensor, Tensor]:
         B, L = values.shape
         gram = k @ k.mT
-        identity = torch.eye(L, dtype=k.dtype, device=k.device).expand_as(gram)
-        # Solved transposed, because the solver's result is column-major.
-        system = gram * beta.unsqueeze(-1)
-        R = torch.linalg.solve_triangular(system, identity, upper=True, unitriangular=True).mT
+        coupling = gram * beta.unsqueeze(1)
         square = beta**2 * gram.diagonal(dim1=1, dim2=2) - 2 * beta
-        # In the scan sequences come last: the first t steps are then one piece of memory.
-        rows, index = R.permute(1, 2, 0).contiguous(), values.mT.contiguous()
-        linear, quadratic = ((2 * beta).mT.contiguous(), square.mT.contiguous())
-        w, norm = torch.ones_like(linear), torch.zeros_like(linear[0])
-        errors = k.new_zeros(L, size, B)
-        norms, scales = torch.empty_like(linear), torch.ones_like(linear)
-        for t, (error, written, scale) in enumerate(zip(errors, norms, scales, strict=True)):
-            so_far = w[: t + 1]
-            error.scatter_add_(0, index[: t + 1], rows[t, : t + 1] * so_far)
-            torch.addcmul(norm, linear[t], error.gather(0, index[t : t + 1]).squeeze(0), out=written)
-            written.addcmul_(quadratic[t], (error * error).sum(0))
-            norm = written
+        E = k.new_zeros(B, L, size).scatter_(-1, values.unsqueeze(-1), 1)
+        w, norm = k.new_ones(B, L), k.new_zeros(B)
+        norms, weights = [], []
+        for t in range(L):
+            weights.append(w.clone())
+            e = E[:, t]
             if t:
-                norm = written.clamp(max=1)
-                so_far.mul_(torch.rsqrt(written.clamp(min=1), out=scale))
-        read = k @ q.mT
-        a = (read * beta.unsqueeze(-1)).mT @ R
-        e = errors.permute(2, 0, 1).contiguous()
-        ctx.save_for_backward(k, beta, q, values, gram, R, square, norms.mT, scales.mT, e, w.mT, read, a)
-        return a * w.mT.unsqueeze(1)
+                e -= ((coupling[:, t, :t] * w[:, :t]).unsqueeze(1) @ E[:, :t]).squeeze(1)
+            e_v = e.gather(-1, values[:, t : t + 1]).squeeze(-1)
+            norm = norm + 2 * beta[:, t] * e_v + square[:, t] * torch.linalg.vecdot(e, e)
+            norms.append(norm)
+            if t:
+                w[:, : t + 1] *= norm.clamp(min=1).rsqrt().unsqueeze(-1)
+                norm = norm.clamp(max=1)
+        n = torch.stack(norms, -1)
+        ctx.save_for_backward(k, beta, values, gram, square, n, E, torch.stack(weights, 1))
+        logs = n.clamp(min=1).log().div_(-2)
+        logs[:, 0].zero_()
+        return E, logs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        k, beta, q, values, gram, R, square, norms, scales, e, w_end, read, a = ctx.saved_tensors
-        L, at = values.shape[1], values.unsqueeze(-1)
-        clipped = norms > 1
+    def backward(ctx: Any, d_E: Tensor, d_logs: Tensor) -> tuple[Tensor | None, ...]:
+        k, beta, values, gram, square, n, E, w = ctx.saved_tensors
+        V = torch.zeros_like(E).scatter_(-1, values.unsqueeze(-1), 1)
+        clipped = n > 1
         clipped[:, 0].fill_(False)
-        below = torch.ones(L, L, dtype=k.dtype, device=k.device).tril_(-1)
-        # Weight of write r when step t comes, (B, t, r): the product of the scales from r to t - 1.
-        w = torch.addcmul(torch.ones_like(below), scales.roll(1, -1).unsqueeze(-1) - 1, below).cumprod(1)
-        # Derivative of step t's squared norm by R_tr, and by the log of the scale of step u < t, at which r ≤ u.
-        by_error = (e * (2 * square).unsqueeze(-1)).scatter_add_(-1, at, (2 * beta).unsqueeze(-1))
-        slope = by_error.gather(-1, at.mT.expand(-1, L, L)).mul_(w)
-        by_scale = (slope * R).cumsum(-1)
-        # Adjoint of the norms: λ_t = -own_t (d_t + Σ_{t'>t} by_scale_t't λ_t') + [not clipped] λ_{t+1}, d_t that of the
-        # log of a scale, which reaches all writes up to t.
-        d_logs = (d_out * a).sum(1).mul_(w_end).cumsum(-1)
-        own = (0.5 / norms).masked_fill_(~clipped, 0)
-        system = by_scale.mT * own.unsqueeze(-1)
+        A = (gram * beta.unsqueeze(1) * w).tril_(-1)
+        identity = torch.eye(A.shape[-1], dtype=k.dtype, device=k.device).expand_as(A)
+        inverse = torch.linalg.solve_triangular(A, identity, upper=False, unitriangular=True)
+        below = inverse.tril(-1)
+        # Of n_t by e_t; then, by the log of the scale of step u < t, of n_t and of the loss through e_t.
+        by_error = V * (2 * beta).unsqueeze(-1) + E * (2 * square).unsqueeze(-1)
+        by_scale = (by_error @ V.mT * below).cumsum(-1).tril_(-1)
+        d_scale = (d_E @ V.mT * below).cumsum(-1).tril_(-1).sum(1) + d_logs
+        # Adjoint of the norms: λ_u = -own_u (d_scale_u + Σ_{t>u} by_scale_tu λ_t) + [not clipped] λ_{u+1}
+        own = (0.5 / n.clamp(min=1)).masked_fill_(~clipped, 0).unsqueeze(-1)
+        system = by_scale.mT * own
         system.diagonal(1, 1, 2).sub_((~clipped[:, :-1]).to(system.dtype))
-        right = (-own * d_logs).unsqueeze(-1)
+        right = -own * d_scale.unsqueeze(-1)
         adjoint = torch.linalg.solve_triangular(system, right, upper=True, unitriangular=True)
-
-        d_a = d_out * w_end.unsqueeze(1)
-        d_R = slope.mul_(adjoint).tril_(-1).baddbmm_(read * beta.unsqueeze(-1), d_a)
-        d_N = (R.mT @ d_R @ R.mT).mul_(-below)
-        d_weighted = R @ d_a.mT
-        d_read = d_weighted * beta.unsqueeze(-1)
-        adjoint, e_v, e_e = adjoint.squeeze(-1), e.gather(-1, at).squeeze(-1), (e * e).sum(-1)
-        d_square = adjoint * e_e
+        d_A = (inverse.mT @ (d_E + adjoint * by_error) @ E.mT).neg_().tril_(-1) * w
+        adjoint, e_v, e_e = adjoint.squeeze(-1), (E * V).sum(-1), (E * E).sum(-1)
         kappa = gram.diagonal(dim1=1, dim2=2)
-        d_beta = 2 * adjoint * e_v + d_square * (2 * beta * kappa - 2)
-        d_beta = d_beta + (d_N * gram).sum(1) + (d_weighted * read).sum(-1)
-        d_gram = d_N.mul_(beta.unsqueeze(1))
-        d_gram.diagonal(dim1=1, dim2=2).add_(d_square * beta**2)
-        return (d_gram + d_gram.mT) @ k + d_read @ q, d_beta, d_read.mT @ k, None, None
+        d_beta = adjoint * (2 * e_v + (2 * beta * kappa - 2) * e_e) + (d_A * gram).sum(1)
+        d_gram = d_A.mul_(beta.unsqueeze(1))
+        d_gram.diagonal(dim1=1, dim2=2).add_(adjoint * beta**2 * e_e)
+        return (d_gram + d_gram.mT) @ k, d_beta, None, None

@@ -22,7 +22,7 @@ class Chapter:
     svg: bytes | None
 
 
-def build(store: Store, loss: str = "last_loss") -> tuple[Path, list[Chapter]]:
+def build(store: Store, loss: str = "best_loss") -> tuple[Path, list[Chapter]]:
     """Write plots and page for what the store holds; the page's path and its chapters."""
     from fastweights.report.figures import draw
     from fastweights.report.html import page

@@ -109,22 +109,20 @@ class RetrievalResult:
 
     def observe(self, config: RetrievalConfig, step: int, loss: float) -> bool:
         """Take an evaluation into account; True when it is the last."""
-        finite = math.isfinite(loss)
-        self.steps, self.last_loss = step, loss if finite else math.nan
-        self.curve.append((step, self.last_loss))
-        if finite and not self.best_loss <= loss:
-            self.best_loss, self._best_step = loss, step
-        if not finite:
-            self.stopped = "diverged"
-        elif loss <= config.target:
+        if not math.isfinite(loss):
+            self.steps, self.last_loss, self.stopped = step, math.nan, "diverged"
+            self.curve.append((step, math.nan))
+            return True
+        self.steps, self.last_loss = step, loss
+        self.curve.append((step, loss))
+        best_step, self.best_loss = min(self.curve, key=lambda point: point[1])
+        if loss <= config.target:
             self.stopped = "target"
-        elif step - self._best_step >= config.patience:
+        elif step - best_step >= config.patience:
             self.stopped = "patience"
         elif step >= config.max_steps:
             self.stopped = "max_steps"
         return bool(self.stopped)
-
-    _best_step: int = field(default=0, repr=False, compare=False)
 
 
 class Cell:

@@ -1,0 +1,111 @@
+"""How to train: the numbers that decide the outcome, and those that only decide how it is reached."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+STRATEGIES = ("auto", "single", "ddp", "fsdp")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+# Share of the full rate at update t of T, counted from 0, once the warm-up of w updates is over.
+SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
+    "cosine": lambda t, T, w: 0.5 * (1 + math.cos(math.pi * t / T)),
+    "inverse_sqrt": lambda t, T, w: math.sqrt(max(w, 1) / max(t, 1)),
+    "linear": lambda t, T, w: 1 - (t - w) / (T - w),
+    "constant": lambda t, T, w: 1.0,
+}
+
+
+def _free(default: Any) -> Any:
+    """A field that may differ when a run goes on."""
+    return field(default=default, metadata={"free": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Settings of `train`; the defaults are those of the authors' language models.
+
+    Args:
+        steps: updates of the weights.
+        lr, warmup, schedule: see `optim.learning_rate`.
+        first_step_full: the very first update takes the full `lr`, as the authors' code does by setting the rate after
+            the update; otherwise it takes the rate of the second.
+        betas, eps: of Adam.
+        weight_decay: decoupled (AdamW), on weights of two and more dimensions.
+        clip: largest global norm of the gradient; None leaves it as it is.
+        accumulate: batches in one update.
+        precision: "32-true", "bf16-mixed" (autocast, float32 weights), "bf16-true" or "64-true".
+        seed: of initial weights and dropout; process r draws its dropout from seed + 1 + r.
+        eval_every: updates between validations; None for one at the end.
+        log_every: updates between lines of the log. On a GPU the host waits for the device only then, and several
+            processes agree only then to heed a signal or the clock.
+        checkpoint_every, checkpoint_minutes: updates and minutes between checkpoints; there is always one at the end.
+        keep: checkpoints kept beside the best.
+        compile: mode of `torch.compile` for `Task.loss`; None to run it as it is. "reduce-overhead" uses CUDA graphs.
+        accelerator, devices, nodes, strategy: as in Lightning Fabric; "auto" takes one device, or what torchrun has
+            started, with DDP for more than one process.
+        tensorboard: write TensorBoard files where it is installed.
+        wandb: project to log to; None for none.
+
+    The fields from `eval_every` on may be changed when a run goes on. More steps, another rate or another batch would
+    be another run.
+    """
+
+    steps: int
+    lr: float = 2.5e-4
+    warmup: int = 2000
+    schedule: str = "cosine"
+    first_step_full: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float | None = 0.25
+    accumulate: int = 1
+    precision: str = "32-true"
+    seed: int = 1111
+    eval_every: int | None = _free(4000)
+    log_every: int = _free(200)
+    checkpoint_every: int | None = _free(None)
+    checkpoint_minutes: float | None = _free(10.0)
+    keep: int = _free(2)
+    compile: str | None = _free(None)
+    accelerator: str = _free("auto")
+    devices: int | str = _free("auto")
+    nodes: int = _free(1)
+    strategy: str = _free("auto")
+    tensorboard: bool = _free(True)
+    wandb: str | None = _free(None)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "accumulate", "eval_every", "log_every", "checkpoint_every", "keep", "nodes"):
+            value = getattr(self, name)
+            optional = name in ("eval_every", "checkpoint_every")
+            if not (isinstance(value, int) and value >= 1) and not (optional and value is None):
+                raise ValueError(f"{name} must be a whole number of at least 1{' or None' * optional}, got {value!r}")
+        for name in ("clip", "checkpoint_minutes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, or None for none, got {value!r}")
+        if self.warmup < 0:
+            raise ValueError(f"warmup must be at least 0 steps, got {self.warmup!r}")
+        if not (math.isfinite(self.lr) and self.lr >= 0):
+            raise ValueError(f"lr must be a finite number of at least 0, got {self.lr!r}")
+        choices = {"schedule": tuple(SCHEDULES), "precision": PRECISIONS, "strategy": STRATEGIES}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.compile is not None and self.compile not in COMPILE_MODES:
+            raise ValueError(f"compile must be None or one of {', '.join(COMPILE_MODES)}, got {self.compile!r}")
+
+    def describe(self) -> dict[str, Any]:
+        """All fields, for JSON."""
+        return json.loads(json.dumps(asdict(self)))
+
+    @classmethod
+    def free(cls) -> set[str]:
+        """Names of the fields that may differ when a run goes on."""
+        return {f.name for f in fields(cls) if f.metadata.get("free")}

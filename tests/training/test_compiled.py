@@ -1,0 +1,98 @@
+"""The compiled loss, and the loop on a GPU: no waiting inside an update, the same losses, going on."""
+
+import warnings
+
+import pytest
+import torch
+
+from fastweights.training.distributed import launch
+from fastweights.training.learner import Learner
+from fastweights.training.signals import Interrupted
+
+from .test_loop import StopsAt
+from .tiny import TinyTask, config, losses, run
+
+pytestmark = [
+    # torch's compiler imports what torch deprecates, advertises TF32, and captures an empty graph to begin with.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
+]
+
+
+def agree(ours, theirs, rel):
+    assert dict(losses(ours)) == pytest.approx(dict(losses(theirs)), rel=rel)
+
+
+@pytest.mark.slow
+def test_compiled_losses(tmp_path):
+    run(tmp_path / "eager", TinyTask(dropout=0.0))
+    run(tmp_path / "compiled", TinyTask(dropout=0.0), compile="default")
+    agree(tmp_path / "compiled", tmp_path / "eager", 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_update_never_waits_for_the_device(accumulate):
+    settings = config(accelerator="cuda", precision="bf16-mixed", accumulate=accumulate)
+    task = TinyTask()
+    learner = Learner(launch(task, settings), task, settings)
+    for _ in range(6):
+        learner.advance()
+    with warnings.catch_warnings():
+        # It says that it may overlook some.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            learner.advance()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert learner.read()["steps"] == 10 and learner.broken_at() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"strategy": "ddp"}, {"strategy": "fsdp"}, {"accumulate": 2}])
+def test_cuda_learns_what_the_cpu_learns(tmp_path, changes):
+    accumulate = {"accumulate": changes.get("accumulate", 1)}
+    run(tmp_path / "cpu", TinyTask(dropout=0.0), **accumulate)
+    run(tmp_path / "cuda", TinyTask(dropout=0.0), accelerator="cuda", **changes)
+    agree(tmp_path / "cuda", tmp_path / "cpu", 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_compiled_on_cuda(tmp_path, mode, accumulate):
+    changes = {"accelerator": "cuda", "accumulate": accumulate}
+    run(tmp_path / "eager", TinyTask(dropout=0.0), **changes)
+    run(tmp_path / "compiled", TinyTask(dropout=0.0), compile=mode, **changes)
+    agree(tmp_path / "compiled", tmp_path / "eager", 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_stretches_on_cuda(tmp_path, precision):
+    changes = {"accelerator": "cuda", "precision": precision}
+    run(tmp_path / "whole", **changes)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "parts", StopsAt(6, 15), **changes)
+    torch.cuda.manual_seed(99)
+    run(tmp_path / "parts", **changes)
+    agree(tmp_path / "parts", tmp_path / "whole", 1e-5)
+
+
+@pytest.mark.gpu
+def test_late_news_of_divergence_name_the_step_and_leave_the_weights(tmp_path):
+    from fastweights.training.diagnosis import Diverged
+
+    with pytest.raises(Diverged) as stopped:
+        run(tmp_path, TinyTask(poison=6), accelerator="cuda", log_every=12, eval_every=None, checkpoint_every=None)
+    assert stopped.value.step == 7
+    assert all(not health.broken for health in stopped.value.report if health.kind == "parameter")
+
+
+@pytest.fixture(autouse=True)
+def _cuda(request):
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")

@@ -1,0 +1,273 @@
+"""The loop on one CPU: learning, logs, going on, stopping."""
+
+import json
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from fastweights.training.checkpoint import CheckpointError, load_weights
+from fastweights.training.diagnosis import Diverged
+from fastweights.training.folder import RunError
+from fastweights.training.logger import read_log
+from fastweights.training.signals import Interrupted
+from fastweights.training.task import Outcome, Score
+
+from .tiny import EPOCH, TinyTask, config, losses, quiet, run
+
+
+class StopsAt(TinyTask):
+    """Gets a signal while the batch of a step is made."""
+
+    def __init__(self, step, number, **options):
+        super().__init__(**options)
+        self.step, self.number = step, number
+
+    def batch(self, index, rank, world):
+        if index == self.step:
+            os.kill(os.getpid(), self.number)
+        return super().batch(index, rank, world)
+
+
+def test_learns_and_reports(tmp_path):
+    console = quiet()
+    result = run(tmp_path, console=console, steps=60, warmup=5, schedule="constant", log_every=20, eval_every=20)
+    curve = losses(tmp_path)
+    assert [step for step, _ in curve] == [20, 40, 60]
+    assert curve[-1][1] < 0.8 * curve[0][1]
+    assert result.finished and result.step == 60 and result.best["loss"] <= result.validation["loss"]
+    record = [r for r in read_log(tmp_path / "log.jsonl") if r["kind"] == "train"][-1]
+    assert record["tokens"] == 60 * 4 * 6
+    assert {"lr", "grad_norm", "tokens_per_s", "memory_bytes", "wall_s", "largest"} <= record.keys()
+    printed = console.file.getvalue()
+    assert "step 60/60  loss" in printed and "validation" in printed and "best so far" in printed
+    assert json.loads((tmp_path / "config.json").read_text())["training"]["lr"] == 0.02
+
+
+def test_windows_of_the_log_are_means(tmp_path):
+    run(tmp_path / "each", log_every=1, steps=6)
+    run(tmp_path / "three", log_every=3, steps=6)
+    each = [loss for _, loss in losses(tmp_path / "each")]
+    expected = {3: sum(each[:3]) / 3, 6: sum(each[3:]) / 3}
+    assert dict(losses(tmp_path / "three")) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    first = run(tmp_path)
+    again = run(tmp_path)
+    assert (again.step, again.finished, again.best) == (first.step, True, first.best)
+    assert len(losses(tmp_path)) == 12
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, 7, 11])
+def test_stretches_give_the_losses_of_one_run(tmp_path, stop):
+    run(tmp_path / "whole", log_every=2)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "parts", StopsAt(stop - 1, signal.SIGTERM), log_every=2)
+    # Nothing but the checkpoint may lead the way.
+    torch.manual_seed(99), random.seed(99), np.random.seed(99)
+    result = run(tmp_path / "parts", log_every=2)
+    for kind in ("train", "valid"):
+        assert losses(tmp_path / "parts", kind) == losses(tmp_path / "whole", kind)
+    assert result.best == run(tmp_path / "whole", log_every=2).best
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_save_and_say_how_to_go_on(tmp_path, number, code):
+    console = quiet()
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted) as stopped:
+        run(tmp_path, StopsAt(4, number), console=console)
+    assert (stopped.value.code, stopped.value.step) == (code, 5)
+    assert stopped.value.checkpoint.name == "step-00000005"
+    assert "the same command goes on" in console.file.getvalue()
+    assert signal.getsignal(number) is before
+
+
+def test_minutes_end_a_stretch(tmp_path):
+    result = run(tmp_path, minutes=0.0)
+    assert (result.step, result.finished) == (1, False)
+    assert run(tmp_path).finished
+
+
+def test_another_configuration_is_refused_by_name(tmp_path):
+    run(tmp_path, steps=3)
+    with pytest.raises(RunError) as refused:
+        run(tmp_path, TinyTask(dropout=0.5), steps=3, lr=0.5)
+    assert "training.lr: 0.02 there, 0.5 asked for" in str(refused.value)
+    assert "task.dropout: 0.1 there, 0.5 asked for" in str(refused.value)
+    assert "seed" not in str(refused.value)
+    run(tmp_path, steps=3, log_every=3, keep=5)
+    run(tmp_path, TinyTask(dropout=0.5), steps=3, lr=0.5, fresh=True)
+    assert (tmp_path / "previous-1" / "checkpoints" / "step-00000003").is_dir()
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    class Nested(TinyTask):
+        def validate(self, model):
+            with pytest.raises(RunError, match="another process is training"):
+                run(tmp_path)
+            return super().validate(model)
+
+    assert run(tmp_path, Nested()).finished
+
+
+def test_a_folder_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="cannot write to"):
+        run(tmp_path / "file")
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_divergence_stops_with_statistics_and_the_last_good_checkpoint(tmp_path, log_every):
+    with pytest.raises(Diverged) as stopped:
+        run(tmp_path, TinyTask(poison=7), log_every=log_every)
+    error = stopped.value
+    assert error.step == 8 and error.checkpoint.name == "step-00000006"
+    assert "step 8" in str(error) and "gradient of embedding.weight: 88 of 88 not finite" in str(error)
+    # The update that went wrong was not made.
+    assert all(not health.broken for health in error.report if health.kind == "parameter")
+    assert read_log(tmp_path / "log.jsonl")[-1]["event"] == "diverged"
+    assert run(tmp_path).finished
+
+
+def test_divergence_names_the_layer(tmp_path):
+    class Overflows(TinyTask):
+        def build(self):
+            model = super().build()
+            model.layers[1].out.weight.data[0, 0] = float("inf")
+            return model
+
+    with pytest.raises(Diverged, match=r"output of layers.1.out: \d+ of") as stopped:
+        run(tmp_path, Overflows())
+    assert stopped.value.checkpoint is None
+    first = next(health for health in stopped.value.report if health.broken)
+    assert first.name == "layers.1.out"
+
+
+def test_the_best_is_kept_and_higher_can_be_better(tmp_path):
+    class Scored(TinyTask):
+        score = Score("bleu", higher_is_better=True)
+        values = iter([1.0, 5.0, 2.0])
+
+        def validate(self, model):
+            self.weights = [*getattr(self, "weights", []), model.head.weight.clone()]
+            return {"bleu": next(self.values)}
+
+    task = Scored()
+    result = run(tmp_path, task)
+    assert result.best == {"bleu": 5.0} and result.validation == {"bleu": 2.0}
+    model = task.build()
+    assert load_weights(model, tmp_path).step == 8
+    torch.testing.assert_close(model.head.weight, task.weights[1], rtol=0, atol=0)
+    assert load_weights(model, tmp_path, "last").step == 12
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        load_weights(model, tmp_path / "elsewhere")
+
+
+def test_validation_without_the_score(tmp_path):
+    class Unscored(TinyTask):
+        def validate(self, model):
+            return {"accuracy": 1.0}
+
+    with pytest.raises(ValueError, match="must give 'loss'"):
+        run(tmp_path, Unscored())
+
+
+def test_how_often_to_look_changes_nothing(tmp_path):
+    class Draws(TinyTask):
+        def validate(self, model):
+            assert not model.training and not torch.is_grad_enabled()
+            return {"loss": float(torch.rand(())) + random.random() + np.random.rand()}
+
+    run(tmp_path / "often", Draws(), eval_every=1, checkpoint_every=1)
+    run(tmp_path / "never", Draws(), eval_every=None, checkpoint_every=None)
+    assert losses(tmp_path / "often") == losses(tmp_path / "never")
+
+
+def test_accumulation_is_one_large_batch(tmp_path):
+    class Joined(TinyTask):
+        """The batches 2i and 2i+1 of the other task, which have unequal lengths, in one."""
+
+        def batch(self, index, rank, world):
+            return [super(Joined, self).batch(2 * index + part, rank, world) for part in range(2)]
+
+        def loss(self, model, batch, carry):
+            sums, tokens = 0.0, 0
+            for part in batch:
+                loss, metrics, _ = super().loss(model, part, None)
+                sums, tokens = sums + loss * metrics["tokens"], tokens + metrics["tokens"]
+            return Outcome(sums / tokens, {"tokens": tokens})
+
+    options = {"dropout": 0.0, "carried": False, "ragged": True}
+    run(tmp_path / "parts", TinyTask(**options), accumulate=2, precision="64-true")
+    run(tmp_path / "joined", Joined(**options), precision="64-true")
+    for name in ("loss", "grad_norm"):
+        pairs = zip(losses(tmp_path / "parts", name=name), losses(tmp_path / "joined", name=name), strict=True)
+        for (_, ours), (_, theirs) in pairs:
+            assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_the_carry_is_cut_saved_and_dropped_at_epochs(tmp_path):
+    seen = []
+
+    class Watched(TinyTask):
+        def loss(self, model, batch, carry):
+            seen.append(carry)
+            return super().loss(model, batch, carry)
+
+    run(tmp_path, Watched(), steps=EPOCH + 2)
+    assert seen[0] is None
+    assert all(not state.W.requires_grad for carry in seen[1:] for state in carry)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_lower_precision_keeps_the_carry_as_the_model_made_it(tmp_path, precision):
+    kinds = set()
+
+    class Watched(TinyTask):
+        def loss(self, model, batch, carry):
+            outcome = super().loss(model, batch, carry)
+            kinds.update((s.W.dtype, before.W.dtype) for s, before in zip(outcome.carry, carry or [], strict=False))
+            return outcome
+
+    run(tmp_path, Watched(), precision=precision)
+    assert kinds and all(after == before for after, before in kinds)
+
+
+def test_another_optimiser_goes_on_too(tmp_path):
+    class Momentum(TinyTask):
+        def optimizer(self, model, config):
+            groups = [
+                {"params": list(model.layers.parameters()), "scale": 10.0},
+                {"params": [model.embedding.weight]},
+            ]
+            return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
+
+    class Stops(Momentum, StopsAt):
+        pass
+
+    run(tmp_path / "whole", Momentum())
+    with pytest.raises(Interrupted):
+        run(tmp_path / "parts", Stops(6, signal.SIGTERM))
+    run(tmp_path / "parts", Momentum())
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_bad_settings_are_named():
+    for changes, words in [
+        ({"steps": 0}, "steps must be a whole number of at least 1"),
+        ({"schedule": "cosin"}, "schedule must be one of cosine"),
+        ({"precision": "16"}, "precision must be one of 32-true"),
+        ({"clip": 0.0}, "clip must be positive"),
+        ({"compile": "fast"}, "compile must be None or one of default"),
+        ({"strategy": "dp"}, "strategy must be one of auto"),
+        ({"lr": float("nan")}, "lr must be a finite number"),
+        ({"warmup": -1}, "warmup must be at least 0"),
+        ({"eval_every": 0}, "eval_every must be a whole number of at least 1 or None"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            config(**changes)
