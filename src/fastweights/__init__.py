@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from fastweights.layers.fast_weight import FastWeightAttention as FastWeightAttention
     from fastweights.layers.relative import RelativeAttention as RelativeAttention
     from fastweights.layers.softmax import SoftmaxAttention as SoftmaxAttention
+    from fastweights.models.language_model import LanguageModel as LanguageModel
+    from fastweights.models.language_model import LanguageModelConfig as LanguageModelConfig
     from fastweights.ops.backends import list_backends as list_backends
     from fastweights.ops.linear_attention import linear_attention as linear_attention
     from fastweights.ops.memory import fast_weight_memory as fast_weight_memory
@@ -28,6 +30,8 @@ _HOMES = {
     "FastWeightAttention": "layers.fast_weight",
     "FastWeightState": "ops.state",
     "FeatureMap": "feature_maps",
+    "LanguageModel": "models.language_model",
+    "LanguageModelConfig": "models.language_model",
     "RelativeAttention": "layers.relative",
     "SoftmaxAttention": "layers.softmax",
     "fast_weight_memory": "ops.memory",

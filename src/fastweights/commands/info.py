@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 
 import torch
 from rich.console import Console
@@ -11,6 +12,33 @@ from rich.table import Table
 import fastweights as fw
 from fastweights.ops.backends import BACKENDS, ENVIRONMENT
 from fastweights.ops.rules import RULES
+
+
+def check() -> bool:
+    """Compare every shipped kernel configuration with float64 on this GPU, print how far off it is; are all right?"""
+    from fastweights.ops.backends.triton import self_check
+
+    console = Console()
+    if reason := BACKENDS["triton"].unavailable():
+        console.print(f"no kernels to check: {reason}")
+        return True
+    device = torch.device("cuda", torch.cuda.current_device())
+    console.print(", ".join(self_check.machine(device).values()))
+    table = Table("kernels", "worst", "off by", "limit", "seconds", "", title="Self-check against float64")
+    bad = 0
+    for kind in self_check.shipped():
+        start = time.perf_counter()
+        verdict = self_check.check_again(kind, 2, device)
+        reason = verdict.reason(kind)
+        bad += reason is not None
+        worst = max(verdict.errors, key=lambda name: verdict.errors[name], default="-")
+        off = f"{verdict.errors[worst]:.1e}" if verdict.errors else verdict.failure
+        seconds = f"{time.perf_counter() - start:.1f}"
+        table.add_row(str(kind), worst, off, f"{self_check.LIMITS[kind.dtype]:.0e}", seconds, "WRONG" if reason else "")
+    console.print(table)
+    console.print(f"{bad} wrong, and never used here" if bad else "all right")
+    console.print(f"kept in {self_check.path(device)}")
+    return not bad
 
 
 def show() -> None:

@@ -64,6 +64,20 @@ def run(problem: Problem, recurrence: Recurrence) -> tuple[Tensor, Tensor, Tenso
     return safe_divide(y, total).to(q.dtype), W, z
 
 
+def parts(problem: Problem) -> list[tuple[int, bool, bool, bool, bool]]:
+    """Of each recurrence that `run` makes: how many values, whether a, e and w are there, and whether w is e."""
+    M, rule = problem.v.shape[-1], problem.rule
+    assert rule.coefficients is not None
+    a, e, w = rule.coefficients(**{name: torch.ones(()) for name in rule.gates})
+    decay, erase, tied = a is not None, e is not None, e is not None and e is w
+    write = w is not None and not tied
+    if problem.z is None:
+        return [(M, decay, erase, write, tied)]
+    if e is None:
+        return [(M + 1, decay, False, write, False)]
+    return [(1, decay, False, decay, False), (1, decay, False, False, False), (M, decay, True, w is not None, False)]
+
+
 def _late(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """k one step later, zero at the start of each sequence."""
     late = pad(k, (0, 0, 0, 0, 1, 0))[:, :-1]

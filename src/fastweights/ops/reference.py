@@ -26,23 +26,26 @@ def _run_batch(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
         y[t] = q[t] @ W
     """
     rule, W, z, dtype = problem.rule, problem.W, problem.z, problem.state_dtype
-    q, k, v = problem.q.to(dtype), problem.k.to(dtype), problem.v.to(dtype)
-    outputs = [v[:, 0:0]]
-    for t in range(q.shape[1]):
-        gates = {name: gate[:, t, :, None].to(dtype) for name, gate in problem.gates.items()}
+    # Unbound at once: the gradient of a slice is as large as the whole, and there are T of them.
+    q, k, v = (x.to(dtype).unbind(1) for x in (problem.q, problem.k, problem.v))
+    gates = {name: gate.to(dtype).unsqueeze(-1).unbind(1) for name, gate in problem.gates.items()}
+    outputs = []
+    for t in range(len(q)):
+        now = {name: gate[t] for name, gate in gates.items()}
         W_old, z_old = W, z
-        a, c = rule.accumulator(**gates)
+        a, c = rule.accumulator(**now)
         z = z if z is None or a is None else a * z
 
-        W = rule.step(W, k[:, t], v[:, t], lambda W, x, z=z: _read(W, x, z), **gates)
-        z = None if z is None else z + (k[:, t] if c is None else c * k[:, t])
+        W = rule.step(W, k[t], v[t], lambda W, x, z=z: _read(W, x, z), **now)
+        z = None if z is None else z + (k[t] if c is None else c * k[t])
 
         if problem.mask is not None:
             kept = problem.mask[:, t, None, None]
             W = torch.where(kept.unsqueeze(-1), W, W_old)
             z = None if z is None or z_old is None else torch.where(kept, z, z_old)
-        outputs.append(_read(W, q[:, t], z).unsqueeze(1))
-    return torch.cat(outputs, 1).to(problem.q.dtype), W, z
+        outputs.append(_read(W, q[t], z))
+    y = torch.stack(outputs, 1) if outputs else problem.v.new_empty(problem.v.shape)
+    return y.to(problem.q.dtype), W, z
 
 
 def _read(W: Tensor, x: Tensor, z: Tensor | None) -> Tensor:
