@@ -59,6 +59,17 @@ def memory(
     run(out, repeats)
 
 
+@bench.command()
+def retrieval(
+    out: Annotated[Path | None, typer.Option(help="Write the measurements to this JSON file.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps for each number; the median is reported.")] = 7,
+) -> None:
+    """The retrieval experiments step by step: what each exact short cut gains over the plain computation."""
+    from fastweights.benchmarks.retrieval import run
+
+    run(out, repeats)
+
+
 def main() -> None:
     """Entry point of the `fastweights` command."""
     app()

@@ -5,7 +5,6 @@ Each measurement runs in a process of its own, so that its peak memory is its ow
 
 from __future__ import annotations
 
-import json
 import resource
 import statistics
 import sys
@@ -22,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fastweights as fw
-from fastweights.provenance import commit, hardware, versions
+from fastweights.benchmarks.record import write_record
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -116,16 +115,5 @@ def run(out: Path | None, repeats: int) -> None:
         )
     console.print(table)
     if out is not None:
-        record = {
-            "benchmark": "memory",
-            "commit": commit(),
-            "hardware": hardware("cpu"),
-            "versions": versions(),
-            "threads": threads,
-            "seed": SEED,
-            "wall_s": round(time.perf_counter() - start, 1),
-            "rows": rows,
-        }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(out, "memory", "cpu", SEED, start, rows)
         console.print(f"written to {out}")

@@ -136,8 +136,8 @@ class Chunks:
 def unit_lower_inverse(A: Tensor) -> Tensor:
     """(I + A)^-1 (..., C, C) of the part of A below the diagonal, by matrix products.
 
-    The inverse of [[P, 0], [R, S]] is [[P^-1, 0], [-S^-1 R P^-1, S^-1]]: blocks of 1, 2, 4, ... are joined in pairs, all
-    pairs of all matrices at once. As accurate as substitution, and a batched triangular solve would take them in turn.
+    The inverse of [[P, 0], [R, S]] is [[P^-1, 0], [-S^-1 R P^-1, S^-1]]: blocks of 1, 2, 4, ... are joined in pairs,
+    all pairs of all matrices at once. As accurate as substitution, which a CPU would do for one matrix after the other.
     """
     C = A.shape[-1]
     size = 1 << (C - 1).bit_length()
