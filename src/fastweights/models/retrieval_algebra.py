@@ -197,21 +197,24 @@ class ClippedWrites(Function):
         coupling = gram * beta.unsqueeze(1)
         square = beta**2 * gram.diagonal(dim1=1, dim2=2) - 2 * beta
         E = k.new_zeros(B, L, size).scatter_(-1, values.unsqueeze(-1), 1)
-        w, norm = k.new_ones(B, L), k.new_zeros(B)
-        norms, weights = [], []
+        linear, quadratic = (x.unsqueeze(-1).unbind(1) for x in (2 * beta, square))
+        # w[:, t, r] for r ≤ t; each row is the one above it times the scale that came between.
+        w, norm, norms = k.new_ones(B, L, L), k.new_zeros(B, 1), []
         for t in range(L):
-            weights.append(w.clone())
             e = E[:, t]
             if t:
-                e -= ((coupling[:, t, :t] * w[:, :t]).unsqueeze(1) @ E[:, :t]).squeeze(1)
-            e_v = e.gather(-1, values[:, t : t + 1]).squeeze(-1)
-            norm = norm + 2 * beta[:, t] * e_v + square[:, t] * torch.linalg.vecdot(e, e)
+                row = (coupling[:, t, :t] * w[:, t, :t]).unsqueeze(1)
+                e.unsqueeze(1).baddbmm_(row, E[:, :t], alpha=-1)
+            norm = torch.addcmul(norm, linear[t], e.gather(-1, values[:, t : t + 1]))
+            norm.addcmul_(quadratic[t], torch.linalg.vecdot(e, e).unsqueeze(-1))
             norms.append(norm)
-            if t:
-                w[:, : t + 1] *= norm.clamp(min=1).rsqrt().unsqueeze(-1)
-                norm = norm.clamp(max=1)
-        n = torch.stack(norms, -1)
-        ctx.save_for_backward(k, beta, values, gram, square, n, E, torch.stack(weights, 1))
+            if t == 0:
+                continue
+            if t + 1 < L:
+                torch.mul(w[:, t, : t + 1], norm.clamp(min=1).rsqrt_(), out=w[:, t + 1, : t + 1])
+            norm = norm.clamp(max=1)
+        n = torch.cat(norms, -1)
+        ctx.save_for_backward(k, beta, values, gram, square, n, E, w)
         logs = n.clamp(min=1).log().div_(-2)
         logs[:, 0].zero_()
         return E, logs
