@@ -10,10 +10,10 @@ OUT/previous-1/      an earlier run, moved away when told to start anew
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import IO, Any
 
+from fastweights.files import write_atomically
 from fastweights.training.config import TrainingConfig
 
 FORMAT = 1
@@ -44,7 +44,7 @@ class RunFolder:
             self._move_away()
         if path.exists():
             self._compare(path, asked)
-        write_atomically(path, json.dumps({"format": FORMAT, **asked, "about": about}, indent=1) + "\n")
+        write_atomically(path, (json.dumps({"format": FORMAT, **asked, "about": about}, indent=1) + "\n").encode())
 
     def close(self) -> None:
         if self._lock is not None:
@@ -99,19 +99,6 @@ class RunFolder:
         aside.mkdir()
         for path in present:
             path.replace(aside / path.name)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """`text` at `path`, or what was there before, whenever the process or the machine stops."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

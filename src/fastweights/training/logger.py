@@ -13,8 +13,8 @@ from typing import Any, Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from fastweights.files import write_atomically
 from fastweights.training.config import TrainingConfig
-from fastweights.training.folder import write_atomically
 
 
 class Sink(Protocol):
@@ -31,7 +31,8 @@ class JsonLines:
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         if path.exists():
-            write_atomically(path, "".join(json.dumps(r) + "\n" for r in read_log(path) if _stays(r, step)))
+            kept = "".join(json.dumps(r) + "\n" for r in read_log(path) if _stays(r, step))
+            write_atomically(path, kept.encode())
         self._file = path.open("a")
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -89,7 +90,7 @@ class WandB:
             raise ImportError("wandb was asked for and is not installed; pip install wandb, or leave it out") from None
         identity = out / "wandb.txt"
         if not identity.exists():
-            write_atomically(identity, wandb.util.generate_id())
+            write_atomically(identity, wandb.util.generate_id().encode())
         self._run = wandb.init(
             project=project, id=identity.read_text(), resume="allow", dir=str(out), config=configuration
         )
