@@ -33,11 +33,18 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 @app.command()
-def info() -> None:
+def info(
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare every GPU kernel with float64 on this machine; takes minutes.")
+    ] = False,
+) -> None:
     """Show versions, devices, and every rule, feature map and backend with what it can do here."""
-    from fastweights.commands.info import show
+    from fastweights.commands import info as command
 
-    show()
+    if not check:
+        command.show()
+    elif not command.check():
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -57,6 +64,21 @@ def memory(
     from fastweights.benchmarks.memory import run
 
     run(out, repeats)
+
+
+@bench.command()
+def kernels(
+    out: Annotated[Path | None, typer.Option(help="Write the measurements to this JSON file.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Two shapes only.")] = False,
+    rivals: Annotated[
+        str, typer.Option(help="Of sdpa, chunked and fla; fla first tunes itself for a minute.")
+    ] = "sdpa,chunked",
+) -> None:
+    """The GPU kernels: checked against float64, then timed beside their rivals."""
+    from fastweights.benchmarks.kernels import run
+
+    if not run(out, quick, tuple(rivals.split(","))):
+        raise typer.Exit(1)
 
 
 @bench.command()

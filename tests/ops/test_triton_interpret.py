@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from fastweights.ops import chunked, family, reference
-from fastweights.ops.backends.triton import BACKEND
-from fastweights.ops.backends.triton.configs import Config, configuration
+from fastweights.ops.backends.triton import BACKEND, configs
+from fastweights.ops.backends.triton.configs import HALF, Config, configuration, group_length
 from fastweights.ops.backends.triton.ops import recurrence, walk
+from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
 
@@ -77,7 +78,7 @@ def a_problem(
     return Problem(RULES[rule], q, k, v, gates, W, z, cu_seqlens)
 
 
-def run_both(problem: Problem, kernels: Config | None = None) -> None:
+def run_both(problem: Problem, kernels: Config | None = None, tolerance: float | None = None) -> None:
     """Compare everything that comes out and everything that flows back."""
     tensors = {"q": problem.q, "k": problem.k, "v": problem.v, **problem.gates, "W": problem.W}
     if problem.z is not None:
@@ -96,16 +97,17 @@ def run_both(problem: Problem, kernels: Config | None = None) -> None:
 
     ours = everything(family.run(problem, partial(recurrence, config=kernels)))
     expected = everything(reference.run(problem))
-    tolerance = 1e-10 if problem.q.dtype == torch.float64 else 1e-5
+    if tolerance is None:
+        tolerance = 1e-10 if problem.q.dtype == torch.float64 else 1e-5
     for name, want in expected.items():
         assert ours[name].dtype == want.dtype
         error = (ours[name] - want).norm() / want.norm().clamp_min(1e-3)
         assert error <= tolerance, f"{name} is off by {error:.1e}"
 
 
-FUSED = configuration(16, 16, torch.float64)._replace(fused=1, prepared=0)
+FUSED = configuration(16, 16, torch.float64, 1, 1)._replace(fused=1, prepared=0)
 # Two programs a state, two tiles of features: what head sizes over 32 are made of.
-SPLIT = configuration(16, 16, torch.float64)._replace(columns=16, features=16)
+SPLIT = configuration(16, 16, torch.float64, 1, 1)._replace(columns=16, features=16)
 
 
 @inside
@@ -141,10 +143,37 @@ def test_chunks(chunk, kernels):
 
 
 @inside
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_inverse_from_float16(chunk):
+    """As shipped for bfloat16: three digits, and no more than these are wanted there."""
+    run_both(a_problem("delta", T=70, H=1, dtype=torch.float32), FUSED._replace(chunk=chunk, solve=HALF), 2e-3)
+
+
+@inside
 @pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
 def test_packed_sequences(kernels):
     """Also an empty one at each end, one of a single token, and one that fills a chunk exactly."""
     run_both(a_problem("gated_delta", T=70, H=2, D=16, M=16, bounds=[0, 0, 1, 17, 33, 52, 70, 70]), kernels)
+
+
+@inside
+@pytest.mark.parametrize("kernels", [FUSED._replace(prepared=1), SPLIT], ids=["fused", "split"])
+@pytest.mark.parametrize(("rule", "T", "B"), [("gated_delta", 66, 2), ("sum", 64, 1)])
+def test_groups_of_chunks(monkeypatch, rule, T, B, kernels):
+    """A long sequence cut into stretches that walk side by side; the last one shorter, and ending inside a chunk."""
+    monkeypatch.setattr(configs, "LEAST_CHUNKS", 1)
+    monkeypatch.setattr(configs, "LEAST_GROUPS", 2)
+    assert group_length(T, None, kernels._replace(groups=2)) == {66: 48, 64: 32}[T]
+    run_both(a_problem(rule, B=B, T=T, H=1, D=8, M=12), kernels._replace(groups=2))
+
+
+@inside
+def test_a_group_is_worth_its_launches():
+    config = SPLIT._replace(groups=64)
+    assert group_length(448, None, config) == 0
+    assert group_length(449, None, config) == 64
+    assert group_length(10000, None, config) == 160
+    assert group_length(10000, torch.tensor([0, 10000]), config) == 0
 
 
 @inside
@@ -193,6 +222,16 @@ def test_as_a_custom_op(kernels):
 
 
 @inside
+def test_as_a_custom_op_in_groups(monkeypatch):
+    monkeypatch.setattr(configs, "LEAST_CHUNKS", 1)
+    monkeypatch.setattr(configs, "LEAST_GROUPS", 2)
+    q, v, W = (torch.randn(shape, dtype=torch.float64) for shape in [(1, 20, 1, 8), (1, 20, 1, 8), (1, 1, 8, 8)])
+    torch.use_deterministic_algorithms(False)
+    arguments = (q, q, v, None, None, None, W, None, torch.float64, False, True, list(SPLIT._replace(groups=2)))
+    torch.library.opcheck(walk, arguments, test_utils=("test_faketensor", "test_schema"))
+
+
+@inside
 def test_what_it_refuses():
     assert BACKEND.unavailable() is None
     assert BACKEND.refuses(a_problem("delta")) is None
@@ -205,3 +244,19 @@ def test_what_it_refuses():
 def test_without_a_gpu():
     assert BACKEND.unavailable() == "there is no CUDA device"
     assert "tensors are on cpu" in BACKEND.refuses(a_problem("delta"))
+
+
+@inside
+def test_compiles_without_graph_breaks():
+    """Tracing takes the custom op, eager mode does not; both give the same."""
+    problem = a_problem("gated_delta", T=20, D=8, M=8)
+    leaves = [x.requires_grad_() for x in (problem.q, problem.k, problem.v, *problem.gates.values())]
+    torch.use_deterministic_algorithms(False)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
+        return fast_weight_memory(q, k, v, rule="gated_delta", beta=beta, decay=decay)[0]
+
+    outputs = [run(*leaves) for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager"))]
+    torch.testing.assert_close(*outputs)
+    for ours, theirs in zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in outputs), strict=True):
+        torch.testing.assert_close(ours, theirs)

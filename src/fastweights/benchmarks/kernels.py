@@ -61,8 +61,9 @@ def memory(backend: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tenso
 
 def check(shape: Shape, dtype: torch.dtype, backend: str) -> dict[str, float]:
     """Relative error of output and gradients against float64, with the heads of `shape` and fewer tokens."""
-    B, T, H, D, M = shape
-    tensors = inputs((min(B, 16), min(T, 300), H, D, M), dtype)
+    B, _, H, D, M = shape
+    # Few walks go another way, and only when they are long.
+    tensors = inputs((min(B, 16), 300 if B > 1 else 2300, H, D, M), dtype)
     dy = torch.randn(tensors[2].shape, device="cuda", generator=torch.Generator("cuda").manual_seed(SEED + 1))
 
     def everything(backend: str, wide: bool) -> list[Tensor]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from fastweights.ops.backends import chunked, reference
+from fastweights.ops.backends import chunked, reference, triton
 from fastweights.ops.backends.base import Backend
 from fastweights.ops.problem import Problem
 from fastweights.ops.tables import look_up
 
-BACKENDS: dict[str, Backend] = {module.BACKEND.name: module.BACKEND for module in (chunked, reference)}
+BACKENDS: dict[str, Backend] = {module.BACKEND.name: module.BACKEND for module in (triton, chunked, reference)}
 
 ENVIRONMENT = "FASTWEIGHTS_BACKEND"
 
@@ -33,9 +33,9 @@ def select(problem: Problem, name: str = "auto") -> Backend:
             others = [other.name for other in BACKENDS.values() if not explain(other, problem)]
             raise ValueError(f"backend {name!r} cannot run this call: {reason}; these can: {', '.join(others)}")
         return backend
-    # One step is one step: the loop has nothing to chunk and the least to set up.
-    order = reversed(BACKENDS.values()) if problem.q.shape[1] == 1 else BACKENDS.values()
-    return next(backend for backend in order if not explain(backend, problem))
+    # One step is one step: a kernel takes it in one launch, and next to that the loop has the least to set up.
+    order = ("triton", "reference") if problem.q.shape[1] == 1 else BACKENDS
+    return next(BACKENDS[name] for name in order if not explain(BACKENDS[name], problem))
 
 
 def explain(backend: Backend, problem: Problem) -> str | None:

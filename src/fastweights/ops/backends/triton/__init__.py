@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 from fastweights.ops import family
 from fastweights.ops.backends.base import Backend
-from fastweights.ops.backends.triton.configs import LARGEST_D, LARGEST_M
+from fastweights.ops.backends.triton import self_check
+from fastweights.ops.backends.triton.configs import FEW, LARGEST_D, LARGEST_M, LONG, configuration
 from fastweights.ops.backends.triton.ops import recurrence
 from fastweights.ops.problem import Problem
 
 CAPABILITY = (8, 0)
 
 
-# Both ask the machine, not the problem: `torch.compile` may take the answer for a constant.
-@torch.compiler.assume_constant_result
 def interpreted() -> bool:
     """Whether Triton's interpreter is to run the kernels, on tensors of the CPU."""
+    return _interpreted()
+
+
+@cache
+def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@torch.compiler.assume_constant_result
 def unavailable() -> str | None:
     """Why no kernel can run on this machine."""
+    return _unavailable()
+
+
+@cache
+def _unavailable() -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     if interpreted():
@@ -36,6 +46,12 @@ def unavailable() -> str | None:
     if most < CAPABILITY:
         return f"the GPU has compute capability {most[0]}.{most[1]}, the kernels need {CAPABILITY[0]}.{CAPABILITY[1]}"
     return None
+
+
+# Both ask the machine, not the problem, so `torch.compile` may take their answers for constants. This is all that
+# `torch.compiler.assume_constant_result` does, after importing the compiler, which takes a second.
+for _function in (interpreted, unavailable):
+    vars(_function)["_dynamo_marked_constant"] = True
 
 
 def refuses(problem: Problem) -> str | None:
@@ -56,7 +72,27 @@ def refuses(problem: Problem) -> str | None:
         return f"the kernels run on CUDA devices, the tensors are on {q.device}"
     if q.dtype == torch.float64:
         return "the kernels compute in float32, bfloat16 and float16, not in float64"
-    return None
+    # Tracing has no numbers to check with; the custom op checks when it first runs.
+    return None if torch.compiler.is_compiling() else _unproven(problem)
+
+
+_decided: dict[tuple[Any, ...], str | None] = {}
+
+
+def _unproven(problem: Problem) -> str | None:
+    """Which of the kernels that the problem needs failed their self-check."""
+    q, (_, T, H, D), M = problem.q, problem.q.shape, problem.v.shape[3]
+    packed, walks, long = problem.cu_seqlens is not None, min(problem.W.shape[0] * H, FEW + 1), min(T, LONG)
+    key = (problem.rule.coefficients, q.dtype, q.device, H, D, M, problem.z is None, packed, walks, long == LONG)
+    if key not in _decided:
+        _decided[key] = None
+        for part in family.parts(problem):
+            config = configuration(D, part[0], q.dtype, walks, long)
+            kind = self_check.Kind(q.dtype, D, *part, packed, config)
+            if reason := self_check.refusal(kind, H, q.device):
+                _decided[key] = reason
+                break
+    return _decided[key]
 
 
 BACKEND = Backend(

@@ -21,7 +21,7 @@ from fastweights.ops.backends.triton.pieces import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "final"])
 def walk_backward(
     q,
     k,
@@ -44,6 +44,7 @@ def walk_backward(
     dstates,
     dright,
     T,
+    final,
     q_token,
     q_head,
     k_token,
@@ -64,7 +65,6 @@ def walk_backward(
     TIED: tl.constexpr,
     PACKED: tl.constexpr,
     FUSED: tl.constexpr,
-    FINAL: tl.constexpr,
     RIGHT: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
@@ -82,10 +82,7 @@ def walk_backward(
     m = (program % splits) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_state = (m[:, None] < M) & (d[None, :] < D)
     state = (n.to(tl.int64) * H + head) * D * M
-    if FINAL:
-        dW_t = tl.load(dW_end + state + d[None, :] * M + m[:, None], in_state, 0.0).to(ACC)
-    else:
-        dW_t = tl.zeros((BLOCK_M, BLOCK_D), ACC)
+    dW_t = tl.load(dW_end + state + d[None, :] * M + m[:, None], in_state & (final != 0), 0.0).to(ACC)
 
     chunks = tl.cdiv(length, C)
     token = first + (chunks - 1) * C

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# How products are formed: from 16-bit operands, from float32 rounded to TF32, from three TF32 products (22 bits), or
-# in plain float32. The index into this tuple is what a configuration holds.
+# How products are formed: from 16-bit operands (those of the data, float16 in the inverse), from float32 rounded to
+# TF32, from three TF32 products (22 bits), or in plain float32. A configuration holds the index into this tuple.
 PRECISIONS = ("16-bit", "tf32", "tf32x3", "ieee")
 HALF, TF32, TF32X3, IEEE = range(4)
 
@@ -21,7 +21,8 @@ class Config(NamedTuple):
     A walk takes `chunk` tokens a step and `columns` of the state a program. With `prepared` the inverses of the chunks
     come from a launch of their own, over chunks side by side. With `fused` the walk back computes every gradient;
     otherwise a second launch over chunks does, whose programs take `features` of D at a time. `stages` is how far loads
-    run ahead in a walk. `precision` and `solve` are how products and how the triangular inverse are formed.
+    run ahead in a walk. `precision` and `solve` are how products and how the triangular inverse are formed. Long
+    sequences are cut into `groups` that walk side by side, where that is not 0.
     """
 
     chunk: int
@@ -37,6 +38,7 @@ class Config(NamedTuple):
     invert_warps: int
     chunk_warps: int
     features: int
+    groups: int = 0
 
 
 def _fused(chunk: int, columns: int, precision: int, solve: int, warps: int, stages: int) -> Config:
@@ -57,15 +59,17 @@ def _split(
 
 
 # The largest D and M a row is for, smallest first. float16 takes TF32 products: its range is too short for a state.
+# Measured on an H200. Eight warps at chunk 64 are miscompiled there (Triton 3.6): no row may have them.
 TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.bfloat16: {
-        (32, 16): _fused(16, 16, HALF, TF32, 1, 2),
-        (32, 32): _fused(16, 32, HALF, TF32, 2, 2),
-        (64, 16): _fused(16, 16, HALF, TF32, 2, 2),
-        (64, 64): _split(32, 32, HALF, TF32, (2, 2), 1, (2, 64)),
-        (128, 128): _split(32, 32, HALF, TF32, (4, 2), 2, (4, 64)),
-        (256, 256): _split(32, 32, HALF, TF32, (8, 2), 2, (8, 64)),
-        (512, 256): _split(16, 16, HALF, TF32, (8, 1), 1, (8, 64)),
+        (16, 16): _fused(32, 16, HALF, HALF, 1, 2),
+        (32, 16): _fused(16, 16, HALF, HALF, 1, 2),
+        (32, 32): _fused(32, 32, HALF, HALF, 2, 2),
+        (64, 16): _fused(16, 16, HALF, HALF, 2, 2),
+        (64, 64): _split(64, 64, HALF, HALF, (4, 2), 4, (4, 64)),
+        (128, 128): _split(32, 64, HALF, HALF, (4, 2), 2, (4, 64)),
+        (256, 256): _split(32, 32, HALF, HALF, (8, 2), 2, (8, 64)),
+        (512, 256): _split(16, 16, HALF, HALF, (8, 1), 1, (8, 64)),
     },
     torch.float16: {
         (32, 16): _fused(16, 16, TF32, TF32, 1, 2),
@@ -75,9 +79,9 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
         (512, 256): _split(16, 16, TF32, TF32, (8, 1), 1, (8, 32)),
     },
     torch.float32: {
-        (16, 16): _fused(16, 16, TF32X3, TF32X3, 1, 1),
+        (16, 16): _fused(16, 16, TF32X3, TF32X3, 1, 1)._replace(forward_stages=2),
         (32, 16): _fused(16, 16, TF32X3, TF32X3, 2, 2),
-        (32, 32): _fused(16, 32, TF32X3, TF32X3, 4, 1),
+        (32, 32): _split(16, 32, TF32X3, TF32X3, (2, 1), 1, (2, 32)),
         (64, 64): _split(16, 32, TF32X3, TF32X3, (4, 1), 1, (4, 32)),
         (512, 256): _split(16, 16, TF32X3, TF32X3, (8, 1), 1, (8, 16)),
     },
@@ -85,15 +89,33 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.float64: {(512, 256): _split(16, 32, IEEE, IEEE, (4, 1), 1, (4, 64))},
 }
 
+# Up to so many walks (sequences times heads) leave most of a GPU idle. Those of so many tokens are cut into groups, so
+# that there are about so many programs; with fewer groups, or fewer chunks in one, the second walk does not pay.
+FEW, LONG = 32, 2048
+PROGRAMS, MOST_GROUPS, LEAST_GROUPS, LEAST_CHUNKS = 256, 64, 8, 4
 
-def configuration(D: int, M: int, dtype: torch.dtype) -> Config:
-    """The shipped configuration for keys of size D and values of size M."""
-    return next(config for (keys, values), config in TABLE[dtype].items() if keys >= D and values >= M)
+
+def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int) -> Config:
+    """The shipped configuration for keys of size D, values of size M, and `walks` pairs of sequence and head."""
+    config = next(row for (keys, values), row in TABLE[dtype].items() if keys >= D and values >= M)
+    # A transition between groups is D x D and has to fit on chip.
+    if walks > FEW or T < LONG or D > 128:
+        return config
+    # Every group is walked more than once: its inverses are better formed once.
+    return config._replace(groups=min(MOST_GROUPS, PROGRAMS // walks), prepared=1)
 
 
 def power_of_two(n: int) -> int:
     """The least power of two that holds n and fills a matrix product."""
     return max(16, 1 << (n - 1).bit_length())
+
+
+def group_length(T: int, cu_seqlens: Tensor | None, config: Config) -> int:
+    """Tokens in a group, a multiple of the chunk; 0 where groups would not pay, or sequences are packed."""
+    if cu_seqlens is not None or config.groups == 0:
+        return 0
+    length = max(-(-T // (config.groups * config.chunk)), LEAST_CHUNKS) * config.chunk
+    return 0 if (LEAST_GROUPS - 1) * length >= T else length
 
 
 def kept_shapes(
@@ -104,6 +126,20 @@ def kept_shapes(
     With packed sequences the number of chunks hangs on their lengths; the number of slots bounds it.
     """
     (B, T, H, D), M, C = q.shape, v.shape[3], config.chunk
-    slots = B * -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.numel() - 1
+    if groups := number_of_groups(T, cu_seqlens, config):
+        slots = B * T // C + B * groups
+    else:
+        slots = B * -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.numel() - 1
     inverses = e is not None and (keep or bool(config.prepared))
     return (slots if keep else 0, H, M, D), (slots if inverses else 0, H, C, C)
+
+
+def number_of_groups(T: int, cu_seqlens: Tensor | None, config: Config) -> int:
+    """Groups that a sequence is cut into; 0 for none."""
+    length = group_length(T, cu_seqlens, config)
+    return -(-T // length) if length else 0
+
+
+def operand_dtype(data: torch.dtype, state: torch.dtype, config: Config) -> torch.dtype:
+    """What products take and kept states are stored in: the dtype of the data, or that of the state."""
+    return data if config.precision == HALF else state

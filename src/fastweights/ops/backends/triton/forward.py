@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The forward walk: one program takes one sequence, one head and some value columns through all chunks."""
+"""The forward walk: one program takes one sequence, one head and some value columns through all chunks.
+
+Without `READ` it only carries the state along: nothing is read with q, and y is not written.
+"""
 
 import triton
 import triton.language as tl
@@ -17,7 +20,7 @@ from fastweights.ops.backends.triton.pieces import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "keep"])
 def walk_forward(
     q,
     k,
@@ -32,6 +35,7 @@ def walk_forward(
     states,
     inverses,
     T,
+    keep,
     q_token,
     q_head,
     k_token,
@@ -49,8 +53,8 @@ def walk_forward(
     WRITE: tl.constexpr,
     TIED: tl.constexpr,
     PACKED: tl.constexpr,
-    KEEP: tl.constexpr,
     PREPARED: tl.constexpr,
+    READ: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -81,25 +85,26 @@ def walk_forward(
 
     for start in range(0, length, C):
         left = length - start
-        if KEEP:
-            tl.store(states + m[:, None] * D + d[None, :], W_t.to(states.dtype.element_ty), in_state)
-            states += H * D * M
-        q_ = load_rows(q, rows, left, d, q_token, D)
+        # A mask, not a branch or a variant: what inference runs is what training checks.
+        tl.store(states + m[:, None] * D + d[None, :], W_t.to(states.dtype.element_ty), in_state & (keep != 0))
+        states += H * D * M
         k_ = load_rows(k, rows, left, d, k_token, D)
         v_ = load_rows(v, rows, left, m, v_token, M)
         k_t = tl.trans(k_)
-
-        scores = tl.where(s <= t, dot(k_, tl.trans(q_), OPERAND, PRECISION), 0.0)
-        read = dot(W_t, tl.trans(q_), OPERAND, PRECISION)
         u = tl.trans(v_).to(ACC)
+        if READ:
+            q_ = load_rows(q, rows, left, d, q_token, D)
+            scores = tl.where(s <= t, dot(k_, tl.trans(q_), OPERAND, PRECISION), 0.0)
+            read = dot(W_t, tl.trans(q_), OPERAND, PRECISION)
         if DECAY:
             a_ = load_gate(a + gate, rows, left, H, 1.0, ACC)
             a_next = load_gate(a + gate + H, rows, tl.minimum(left, C) - 1, H, 1.0, ACC)
             fade = tl.associative_scan(a_, 0, multiply)
             remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
             reach = reach_transposed(a_, C)
-            scores *= reach
-            read *= fade[None, :]
+            if READ:
+                scores *= reach
+                read *= fade[None, :]
         if ERASE:
             e_ = load_gate(e + gate, rows, left, H, 0.0, ACC)
             recall = dot(W_t, k_t, OPERAND, PRECISION) * e_[None, :]
@@ -112,8 +117,7 @@ def walk_forward(
                 if DECAY:
                     A *= reach
                 X = inverse(A, C, SOLVE)
-                if KEEP:
-                    tl.store(inverses + s * C + t, X.to(inverses.dtype.element_ty))
+                tl.store(inverses + s * C + t, X.to(inverses.dtype.element_ty), (s < C) & (keep != 0))
             inverses += H * C * C
             if TIED:
                 u *= e_[None, :]
@@ -122,8 +126,9 @@ def walk_forward(
         if ERASE:
             u = dot(u - recall, X, OPERAND, PRECISION)
 
-        out = read + dot(u, scores, OPERAND, PRECISION)
-        store_columns(y, out, rows, left, m, H * M, M)
+        if READ:
+            out = read + dot(u, scores, OPERAND, PRECISION)
+            store_columns(y, out, rows, left, m, H * M, M)
         if DECAY:
             u *= remain[None, :]
             W_t *= tl.sum(tl.where(rows == C - 1, fade, 0.0), 0)
@@ -138,7 +143,7 @@ def walk_forward(
     tl.store(W_end + state + d[None, :] * M + m[:, None], W_t, in_state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "T"])
 def invert_chunks(
     k,
     a,

@@ -115,14 +115,14 @@ def decay_gradient(dreach, kept, dfade, reach, a_before, C: tl.constexpr, PRECIS
     s = tl.arange(0, C)[:, None]
     r = tl.arange(0, C)[None, :]
     dreach = tl.where(s <= r, dreach, 0.0) + tl.where(r == C - 1, kept[:, None], 0.0)
-    later = dot(dreach, reach, dreach.dtype, PRECISION)
+    later = dot(dreach, reach, dreach.dtype, "tf32" if PRECISION == "16-bit" else PRECISION)
     between = tl.associative_scan(tl.where(r > s + 1, a_before[None, :], 1.0), 1, multiply)
     from_reach = tl.sum(tl.where(s < r, later * between, 0.0), 0)
     from_fade = tl.sum(reach * dfade[:, None], 0) * tl.associative_scan(a_before, 0, multiply)
     return from_reach + from_fade
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "T"])
 def chunk_gradients(
     q,
     k,

@@ -1,13 +1,35 @@
-"""The recurrence of the family as custom ops; Triton itself is imported when one of them first runs."""
+"""The recurrence of the family on the kernels, for autograd; Triton itself is imported when they first run.
+
+There are two ways in. Plain tensors in eager mode go straight to the launch code, through an `autograd.Function`: the
+Python around a custom op takes longer than the smaller kernels run. Everything that traces or wraps (torch.compile,
+export, fake tensors, tensor subclasses, torch.func) sees two custom ops.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from fastweights.ops.backends.triton.configs import PRECISIONS, Config, configuration, kept_shapes
+from fastweights.ops.backends.triton.configs import (
+    Config,
+    configuration,
+    kept_shapes,
+    number_of_groups,
+    operand_dtype,
+)
+
+
+@cache
+def _launch() -> ModuleType:
+    from fastweights.ops.backends.triton import launch
+
+    return launch
 
 
 @torch.library.custom_op("fastweights::triton_walk", mutates_args=())
@@ -24,22 +46,29 @@ def walk(
     tied: bool,
     keep: bool,
     config: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y in `dtype`, the final W, and with `keep` the chunks' states (slots, H, M, D) and inverses (slots, H, C, C).
 
-    With `tied` the write gate is the erase gate, and w is None.
+    Last the groups' transitions (groups, H, D, D). With `tied` the write gate is the erase gate, and w is None.
     """
-    from fastweights.ops.backends.triton import launch
+    from fastweights.ops.backends.triton import self_check
 
-    return launch.forward(q, k, v, (a, e, w), W, cu_seqlens, dtype, tied, keep, Config(*config))
+    # Whatever traced the call could not check the kernels: it had no numbers.
+    kind = self_check.Kind.of(q, v, (a, e, w), tied, cu_seqlens, Config(*config))
+    if reason := self_check.refusal(kind, q.shape[2], q.device):
+        raise RuntimeError(f"{reason}; compile again with FASTWEIGHTS_BACKEND=chunked")
+    *result, transitions = _launch().forward(q, k, v, (a, e, w), W, cu_seqlens, dtype, tied, keep, Config(*config))
+    return *result, W.new_empty((0, *W.shape[1:3], W.shape[2])) if transitions is None else transitions
 
 
 @walk.register_fake
 def _(q, k, v, a, e, w, W, cu_seqlens, dtype, tied, keep, config):  # type: ignore[no-untyped-def]
     config = Config(*config)
-    kept = q.dtype if PRECISIONS[config.precision] == "16-bit" else W.dtype
+    kept = operand_dtype(q.dtype, W.dtype, config)
     states, inverses = (q.new_empty(shape, dtype=kept) for shape in kept_shapes(q, v, e, cu_seqlens, keep, config))
-    return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), states, inverses
+    groups = q.shape[0] * number_of_groups(q.shape[1], cu_seqlens, config)
+    transitions = W.new_empty((groups, q.shape[2], q.shape[3], q.shape[3]))
+    return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), states, inverses, transitions
 
 
 @torch.library.custom_op("fastweights::triton_walk_backward", mutates_args=())
@@ -54,21 +83,20 @@ def walk_backward(
     w: Tensor | None,
     states: Tensor,
     inverses: Tensor,
+    transitions: Tensor,
     cu_seqlens: Tensor | None,
     tied: bool,
     wide: torch.dtype,
     config: Sequence[int],
 ) -> list[Tensor]:
     """Gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
-    from fastweights.ops.backends.triton import launch
-
-    arguments = dy, dW, q, k, v, (a, e, w), states, inverses, cu_seqlens, tied, wide, Config(*config)
-    dq, dk, dv, gates, dW = launch.backward(*arguments)
+    arguments = dy, dW, q, k, v, (a, e, w), states, inverses, transitions, cu_seqlens, tied, wide, Config(*config)
+    dq, dk, dv, gates, dW = _launch().backward(*arguments)
     return [dq, dk, dv, *(gate for gate in gates if gate is not None), dW]
 
 
 @walk_backward.register_fake
-def _(dy, dW, q, k, v, a, e, w, states, inverses, cu_seqlens, tied, wide, config):  # type: ignore[no-untyped-def]
+def _(dy, dW, q, k, v, a, e, w, states, inverses, transitions, cu_seqlens, tied, wide, config):  # type: ignore[no-untyped-def]
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     grads = [x.new_empty(x.shape) for x in (q, k, v, a, e, w) if x is not None]
     return [*grads, q.new_empty((N, q.shape[2], q.shape[3], v.shape[3]), dtype=wide)]
@@ -83,16 +111,45 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, dy, dW, *_):  # type: ignore[no-untyped-def]
-    q, k, v, a, e, w, states, inverses, cu_seqlens = ctx.saved_tensors
+    q, k, v, *saved, cu_seqlens = ctx.saved_tensors
+    a, e, w, *_ = saved
     if dy is None:
         dy = v.new_zeros(v.shape, dtype=ctx.dtype)
-    grads = iter(walk_backward(dy, dW, q, k, v, a, e, w, states, inverses, cu_seqlens, ctx.tied, ctx.wide, ctx.config))
+    grads = iter(walk_backward(dy, dW, q, k, v, *saved, cu_seqlens, ctx.tied, ctx.wide, ctx.config))
     dq, dk, dv = next(grads), next(grads), next(grads)
     da, de, dw = (None if gate is None else next(grads) for gate in (a, e, w))
     return dq, dk, dv, da, de, dw, next(grads), None, None, None, None, None
 
 
 walk.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Walk(torch.autograd.Function):
+    """The same, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, a, e, w, W, cu_seqlens, dtype, tied, config = inputs
+        y, W_end, *kept = _launch().forward(q, k, v, (a, e, w), W, cu_seqlens, dtype, tied, keep=True, config=config)
+        ctx.save_for_backward(q, k, v, a, e, w, *kept, cu_seqlens)
+        ctx.rest = tied, W.dtype, config, dtype
+        ctx.set_materialize_grads(False)
+        return y, W_end
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, a, e, w, *kept, cu_seqlens = ctx.saved_tensors
+        tied, wide, config, dtype = ctx.rest
+        if dy is None:
+            dy = v.new_zeros(v.shape, dtype=dtype)
+        dq, dk, dv, gates, dW = _launch().backward(dy, dW, q, k, v, (a, e, w), *kept, cu_seqlens, tied, wide, config)
+        return dq, dk, dv, *gates, dW, None, None, None, None
+
+
+def _plain(q: Tensor) -> bool:
+    """Whether nothing but autograd looks on."""
+    return type(q) is Tensor and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
 def recurrence(
@@ -112,6 +169,12 @@ def recurrence(
     tied = e is not None and e is w
     inputs = (q, k, v, a, e, None if tied else w, W)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    config = config or configuration(q.shape[3], v.shape[3], q.dtype)
-    y, W, *_ = walk(*inputs, cu_seqlens, dtype, tied, keep, config)
+    config = config or configuration(q.shape[3], v.shape[3], q.dtype, W.shape[0] * q.shape[2], q.shape[1])
+    if not _plain(q):
+        y, W, *_ = walk(*inputs, cu_seqlens, dtype, tied, keep, config)
+    elif keep:
+        y, W = _Walk.apply(*inputs, cu_seqlens, dtype, tied, config)
+    else:
+        a, e, w = inputs[3:6]
+        y, W, *_ = _launch().forward(q, k, v, (a, e, w), W, cu_seqlens, dtype, tied, False, config)
     return y, W

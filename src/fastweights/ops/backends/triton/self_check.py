@@ -1,0 +1,261 @@
+"""Are the kernels right on this GPU, with this compiler? Compared with float64 before they are first used.
+
+Compilers of this kind have been seen to miscompile a kernel for one GPU and one configuration without a word. So each
+kind of kernel runs a small problem once, and its outputs and gradients are compared with `ops.chunked` in float64. The
+verdict is kept on disk, by GPU, driver, torch, Triton and the source of the kernels. A kind that failed is never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastweights.files import write_atomically
+from fastweights.ops.backends.triton.configs import LEAST_CHUNKS, LEAST_GROUPS, LONG, TABLE, Config, configuration
+from fastweights.ops.chunked import chunk_length, chunked, chunked_backward
+
+ENVIRONMENT = "FASTWEIGHTS_SELF_CHECK"
+
+# Twice what the tests allow: a miscompilation is off by far more, and a verdict must not hang on the last digit.
+LIMITS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+
+Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class Kind(NamedTuple):
+    """What decides which kernels run. `decay`, `erase` and `write` say which coefficients are there."""
+
+    dtype: torch.dtype
+    D: int
+    M: int
+    decay: bool
+    erase: bool
+    write: bool
+    tied: bool
+    packed: bool
+    config: Config
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, gates: Gates, tied: bool, cu_seqlens: Tensor | None, config: Config) -> Kind:
+        """The kind of a call."""
+        a, e, w = (gate is not None for gate in gates)
+        return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, cu_seqlens is not None, config)
+
+    def __str__(self) -> str:
+        named = {"decay": self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
+        gates = ", ".join(name for name, there in named.items() if there) or "no gates"
+        form = ", packed" if self.packed else ", in groups" if self.config.groups else ""
+        return f"{str(self.dtype)[6:]}, D = {self.D}, M = {self.M}, {gates}{form}, chunk {self.config.chunk}"
+
+    @property
+    def key(self) -> str:
+        """Its name on disk."""
+        return f"{self} {'-'.join(map(str, self.config))}"
+
+
+class Verdict(NamedTuple):
+    """How far off each result was, relative to its norm; or the error that stopped the run."""
+
+    errors: dict[str, float]
+    failure: str | None = None
+
+    def reason(self, kind: Kind) -> str | None:
+        """Why the kind must not be used."""
+        if self.failure is not None:
+            return f"the kernels for {kind} failed their self-check: {self.failure}"
+        limit = LIMITS[kind.dtype]
+        if wrong := {name: error for name, error in self.errors.items() if not error <= limit}:
+            off = ", ".join(f"{name} by {error:.0e}" for name, error in wrong.items())
+            return f"the kernels for {kind} are wrong on this machine: off {off} (limit {limit:.0e})"
+        return None
+
+
+_lock = threading.RLock()
+_reasons: dict[tuple[torch.device, Kind], str | None] = {}
+
+
+def refusal(kind: Kind, heads: int, device: torch.device) -> str | None:
+    """Why the kernels of this kind must not be used on `device`; checks them where nobody did before."""
+    try:
+        return _reasons[device, kind]
+    except KeyError:
+        pass
+    if not _wanted(device):
+        return None
+    with _lock:
+        known = _recorded(device)
+        if kind.key not in known:
+            if _capturing():
+                raise RuntimeError(
+                    f"the kernels for {kind} have not been checked on this GPU, and a CUDA graph is being captured: "
+                    f"run the call once before, or set {ENVIRONMENT}=0"
+                )
+            known[kind.key] = check(kind, heads, device)
+            _write(device)
+        reason = known[kind.key].reason(kind)
+        _reasons[device, kind] = reason
+    if reason is not None:
+        warnings.warn(
+            f"{reason}. Machine: {', '.join(machine(device).values())}. "
+            "They will not be used here; 'auto' takes the backend 'chunked' instead. Please report this.",
+            stacklevel=2,
+        )
+    return reason
+
+
+def check_again(kind: Kind, heads: int, device: torch.device) -> Verdict:
+    """A new verdict in place of an old one; but what crashed the GPU before is not tried again."""
+    known = _recorded(device)
+    crashed = kind.key in known and "CUDA error" in (known[kind.key].failure or "")
+    if not crashed:
+        known[kind.key] = check(kind, heads, device)
+        _write(device)
+    return known[kind.key]
+
+
+def _wanted(device: torch.device) -> bool:
+    return device.type == "cuda" and os.environ.get(ENVIRONMENT) != "0"
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def check(kind: Kind, heads: int, device: torch.device) -> Verdict:
+    """Run the kernels on a small problem and compare."""
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            return Verdict(_compare(kind, heads, device))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        verdict = Verdict({}, f"{type(error).__name__}: {str(error)[:300]}")
+        if "CUDA error" in str(error):
+            # Nothing runs in this process any more; the next one shall know why.
+            _recorded(device)[kind.key] = verdict
+            _write(device)
+            raise RuntimeError(f"{verdict.reason(kind)}; start again, it will not be used then") from error
+        return verdict
+
+
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from fastweights.ops.backends.triton import launch
+
+    return launch.forward, launch.backward
+
+
+def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
+    """||ours - float64|| / ||float64|| of outputs and gradients, over several chunks, the last of them partial."""
+    forward, backward = _kernels()
+    generator = torch.Generator(device).manual_seed(0)
+    C, H, D, M = kind.config.chunk, heads, kind.D, kind.M
+    B, T = (1 if kind.packed else 2), 3 * C + 5
+    if kind.config.groups and not kind.packed:
+        T = LEAST_GROUPS * LEAST_CHUNKS * C + 5
+    wide = torch.promote_types(kind.dtype, torch.float32)
+
+    def normal(*shape: int, dtype: torch.dtype = kind.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    def uniform(there: bool) -> Tensor | None:
+        return torch.rand(B, T, H, generator=generator, device=device, dtype=wide) if there else None
+
+    q, v = normal(B, T, H, D), normal(B, T, H, M)
+    k = torch.nn.functional.normalize(normal(B, T, H, D, dtype=torch.float32), dim=-1).to(kind.dtype)
+    a, e, w = uniform(kind.decay), uniform(kind.erase), uniform(kind.write)
+    if a is not None:
+        a = (0.8 + 0.2 * a).index_fill(1, torch.tensor([C // 2, 2 * C], device=device), 0.0)
+    # Also a sequence without tokens, and one that ends inside a chunk.
+    bounds = torch.tensor([0, C + 3, C + 3, T], device=device) if kind.packed else None
+    W = 0.3 * normal(3 if kind.packed else B, H, D, M, dtype=wide)
+    dy, dW = normal(B, T, H, M), normal(*W.shape, dtype=wide)
+
+    y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, kind.dtype, kind.tied, True, kind.config)
+    grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, kind.tied, wide, kind.config)
+    ours = [y, W_end, *grads[:3], *(gate for gate in grads[3] if gate is not None), grads[4]]
+
+    exact = [None if x is None else x.double() for x in (q, k, v, a, e, e if kind.tied else w, W)]
+    length = chunk_length(D, M)
+    y, W_end, before = chunked(*exact, bounds, torch.float64, length, True)
+    want = [y, W_end, *chunked_backward(dy.double(), dW.double(), *exact[:6], before, bounds, length)]
+    if kind.tied:
+        # One gate, two coefficients: its gradient is the sum of theirs.
+        want[-3:-1] = [want[-3] + want[-2]]
+    gates = [name for name, gate in (("decay", a), ("erase", e), ("write", w)) if gate is not None]
+    names = ["y", "W", "dq", "dk", "dv", *(f"d{name}" for name in gates), "dW"]
+    found = torch.stack([(a.double() - b).norm() / b.norm() for a, b in zip(ours, want, strict=True)])
+    return dict(zip(names, found.nan_to_num(float("inf")).tolist(), strict=True))
+
+
+def shipped() -> Iterator[Kind]:
+    """Every row of the table, with the delta rule, in groups, and packed with the gated delta rule."""
+    for dtype, rows in TABLE.items():
+        for (D, M), config in rows.items() if dtype in LIMITS else ():
+            grouped = configuration(D, M, dtype, 1, LONG)
+            for row in (config,) if config == grouped else (config, grouped):
+                yield Kind(dtype, D, M, False, True, False, True, False, row)
+            yield Kind(dtype, D, M, True, True, False, True, True, config)
+
+
+@cache
+def machine(device: torch.device) -> dict[str, str]:
+    """What a verdict holds for."""
+    try:
+        driver = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except OSError:
+        driver = f"built for CUDA {torch.version.cuda}"
+    source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "unknown"
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": driver,
+        "torch": f"torch {torch.__version__}",
+        "triton": f"Triton {triton}",
+        "source": f"kernels {source.hexdigest()[:12]}",
+    }
+
+
+def path(device: torch.device) -> Path:
+    """Where the verdicts for `device` are kept."""
+    name = hashlib.sha256(json.dumps(machine(device)).encode()).hexdigest()[:24]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return home / "fastweights" / "self-check" / f"{name}.json"
+
+
+@cache
+def _recorded(device: torch.device) -> dict[str, Verdict]:
+    """The verdicts that are known, by key."""
+    return _read(path(device))
+
+
+def _read(path: Path) -> dict[str, Verdict]:
+    try:
+        content = json.loads(path.read_text())["verdicts"]
+        return {key: Verdict(dict(errors), failure) for key, (errors, failure) in content.items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _write(device: torch.device) -> None:
+    """Keep the verdicts, beside those that other processes found meanwhile. Without a disk, this process knows them."""
+    known = _recorded(device)
+    known.update({key: verdict for key, verdict in _read(path(device)).items() if key not in known})
+    content = {"machine": machine(device), "verdicts": known}
+    try:
+        write_atomically(path(device), json.dumps(content, indent=1).encode())
+    except OSError:
+        return

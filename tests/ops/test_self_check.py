@@ -1,0 +1,224 @@
+"""A kernel that is wrong on this machine is found, reported and never used; no GPU needed to see that."""
+
+import json
+import warnings
+
+import pytest
+import torch
+
+from fastweights.ops import family
+from fastweights.ops.backends import BACKENDS, select, triton
+from fastweights.ops.backends.triton import self_check
+from fastweights.ops.backends.triton.configs import FEW, LONG, TABLE, configuration
+from fastweights.ops.chunked import chunked, chunked_backward
+from fastweights.ops.problem import Problem
+from fastweights.ops.rules import RULES
+from tests.ops.calls import FAMILY, random_call
+
+CPU = torch.device("cpu")
+
+
+def forward(q, k, v, gates, W, bounds, dtype, tied, keep, config):
+    """What the kernels should give."""
+    a, e, w = gates
+    y, W_end, before = chunked(q, k, v, a, e, e if tied else w, W, bounds, dtype, config.chunk, True)
+    return y, W_end, before, before, None
+
+
+def backward(dy, dW, q, k, v, gates, states, inverses, transitions, bounds, tied, wide, config):
+    a, e, w = gates
+    grads = chunked_backward(dy, dW, q, k, v, a, e, e if tied else w, states, bounds, config.chunk)
+    dq, dk, dv, *rest, dW = grads
+    if tied:
+        rest[-2:] = [rest[-2] + rest[-1]]
+    rest = iter(rest)
+    return dq, dk, dv, [None if gate is None else next(rest) for gate in gates], dW
+
+
+def wrong_backward(*arguments):
+    """dk is off, as it is where a compiler loses a transposition."""
+    dq, dk, *rest = backward(*arguments)
+    return dq, dk.flip(1), *rest
+
+
+@pytest.fixture
+def checked(monkeypatch, tmp_path):
+    """The self-check on the CPU, with a disk of its own; counts the checks that ran."""
+    counted = []
+    compare = self_check._compare
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(self_check, "_wanted", lambda device: True)
+    monkeypatch.setattr(self_check, "_capturing", lambda: False)
+    monkeypatch.setattr(self_check, "machine", lambda device: {"gpu": "a GPU", "torch": "torch 9.9"})
+    monkeypatch.setattr(self_check, "_kernels", lambda: (forward, backward))
+    monkeypatch.setattr(self_check, "_compare", lambda *x: counted.append(x) or compare(*x))
+    forget(monkeypatch)
+    yield counted
+    self_check._recorded.cache_clear()
+
+
+def forget(monkeypatch):
+    """What a new process knows."""
+    monkeypatch.setattr(self_check, "_reasons", {})
+    monkeypatch.setattr(triton, "_decided", {})
+    self_check._recorded.cache_clear()
+
+
+def a_kind(dtype=torch.float32, decay=False, packed=False):
+    return self_check.Kind(dtype, 8, 12, decay, True, False, True, packed, configuration(8, 12, dtype, 999, 256))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("decay", "packed"), [(False, False), (True, True)])
+def test_right_kernels_pass(checked, dtype, decay, packed):
+    kind = a_kind(dtype, decay, packed)
+    assert self_check.refusal(kind, 2, CPU) is None
+    verdict = self_check._recorded(CPU)[kind.key]
+    names = ["y", "W", "dq", "dk", "dv", *(["ddecay"] if decay else []), "derase", "dW"]
+    assert list(verdict.errors) == names
+
+
+def test_it_checks_once_and_remembers_on_disk(checked, monkeypatch):
+    kind = a_kind()
+    for _ in range(2):
+        self_check.refusal(kind, 2, CPU)
+    assert len(checked) == 1
+    forget(monkeypatch)
+    assert self_check.refusal(kind, 2, CPU) is None
+    assert len(checked) == 1
+    assert json.loads(self_check.path(CPU).read_text())["machine"]["gpu"] == "a GPU"
+
+
+def test_another_machine_checks_again(checked, monkeypatch):
+    self_check.refusal(a_kind(), 2, CPU)
+    forget(monkeypatch)
+    monkeypatch.setattr(self_check, "machine", lambda device: {"gpu": "a GPU", "torch": "torch 9.10"})
+    self_check.refusal(a_kind(), 2, CPU)
+    assert len(checked) == 2
+
+
+def test_wrong_kernels_are_reported_and_refused_for_good(checked, monkeypatch):
+    monkeypatch.setattr(self_check, "_kernels", lambda: (forward, wrong_backward))
+    with pytest.warns(UserWarning, match=r"wrong on this machine: off dk by .*a GPU, torch 9.9.*'chunked' instead"):
+        reason = self_check.refusal(a_kind(), 2, CPU)
+    assert "off dk by" in reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert self_check.refusal(a_kind(), 2, CPU) == reason
+    forget(monkeypatch)
+    with pytest.warns(UserWarning, match="wrong on this machine"):
+        assert self_check.refusal(a_kind(), 2, CPU) == reason
+    assert len(checked) == 1
+
+
+def test_nan_is_wrong(checked, monkeypatch):
+    def poisoned(*arguments):
+        y, *rest = forward(*arguments)
+        return y * float("nan"), *rest
+
+    monkeypatch.setattr(self_check, "_kernels", lambda: (poisoned, backward))
+    with pytest.warns(UserWarning, match="off y by inf"):
+        self_check.refusal(a_kind(), 2, CPU)
+
+
+def test_kernels_that_do_not_compile_are_refused(checked, monkeypatch):
+    def broken(*arguments):
+        raise ValueError("out of resource: shared memory")
+
+    monkeypatch.setattr(self_check, "_kernels", lambda: (broken, backward))
+    with pytest.warns(UserWarning, match="failed their self-check: ValueError: out of resource"):
+        assert self_check.refusal(a_kind(), 2, CPU)
+
+
+def test_a_crash_of_the_gpu_is_remembered(checked, monkeypatch):
+    def crashing(*arguments):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(self_check, "_kernels", lambda: (crashing, backward))
+    with pytest.raises(RuntimeError, match="start again"):
+        self_check.refusal(a_kind(), 2, CPU)
+    forget(monkeypatch)
+    with pytest.warns(UserWarning, match="illegal memory access"):
+        assert self_check.refusal(a_kind(), 2, CPU)
+
+
+def test_no_check_while_a_graph_is_captured(checked, monkeypatch):
+    monkeypatch.setattr(self_check, "_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"run the call once before, or set FASTWEIGHTS_SELF_CHECK=0"):
+        self_check.refusal(a_kind(), 2, CPU)
+    assert not checked
+
+
+def test_it_can_be_turned_off(monkeypatch):
+    cuda = torch.device("cuda", 0)
+    assert self_check._wanted(cuda)
+    monkeypatch.setenv("FASTWEIGHTS_SELF_CHECK", "0")
+    assert not self_check._wanted(cuda)
+    assert self_check.refusal(a_kind(), 2, cuda) is None
+
+
+def test_a_broken_or_forbidden_disk_is_no_obstacle(checked, monkeypatch):
+    self_check.path(CPU).parent.mkdir(parents=True)
+    self_check.path(CPU).write_text("{")
+    assert self_check.refusal(a_kind(), 2, CPU) is None
+
+    def full(*arguments):
+        raise OSError("disk full")
+
+    forget(monkeypatch)
+    monkeypatch.setattr(self_check, "write_atomically", full)
+    assert self_check.refusal(a_kind(torch.bfloat16), 2, CPU) is None
+
+
+def a_problem(normalization=None):
+    call = random_call("delta", normalization, T=9, D=8, M=12, dtype=torch.float32)
+    return Problem(RULES["delta"], call.q, call.k, call.v, call.gates, *call.state)
+
+
+def test_auto_goes_past_wrong_kernels(checked, monkeypatch):
+    usable = triton.BACKEND.__class__("triton", "", triton.BACKEND.run, triton._unproven)
+    monkeypatch.setitem(BACKENDS, "triton", usable)
+    assert select(a_problem()).name == "triton"
+    forget(monkeypatch)
+    self_check.path(CPU).unlink()
+    monkeypatch.setattr(self_check, "_kernels", lambda: (forward, wrong_backward))
+    with pytest.warns(UserWarning, match="wrong on this machine"):
+        assert select(a_problem()).name == "chunked"
+    with pytest.raises(ValueError, match=r"'triton' cannot run this call: .*wrong on this machine.*these can: chunked"):
+        select(a_problem(), "triton")
+
+
+@pytest.mark.parametrize("normalization", [None, "attention"])
+@pytest.mark.parametrize("rule", FAMILY)
+def test_it_checks_what_the_rule_runs(rule, normalization):
+    """`family.parts` says what `family.run` does."""
+    call = random_call(rule, normalization, T=3)
+    problem = Problem(RULES[rule], call.q, call.k, call.v, call.gates, *call.state)
+    seen = []
+
+    def recurrence(q, k, v, a, e, w, W, cu_seqlens, dtype):
+        tied = e is not None and e is w
+        seen.append((v.shape[-1], a is not None, e is not None, w is not None and not tied, tied))
+        return v.new_zeros(v.shape), W
+
+    family.run(problem, recurrence)
+    assert seen == family.parts(problem)
+
+
+def test_the_table_holds_no_row_that_is_known_to_be_miscompiled():
+    for rows in TABLE.values():
+        for config in rows.values():
+            most = max(config.forward_warps, config.backward_warps, config.chunk_warps, config.invert_warps)
+            assert config.chunk < 64 or most <= 4
+
+
+def test_few_walks_go_in_groups():
+    many, few, one = (configuration(64, 64, torch.bfloat16, walks, LONG) for walks in (FEW + 1, FEW, 1))
+    assert one.groups > few.groups > many.groups == 0
+    assert configuration(64, 64, torch.bfloat16, 1, LONG - 1) == many
+    assert configuration(256, 64, torch.bfloat16, 1, LONG).groups == 0
+    kinds = list(self_check.shipped())
+    assert len(set(kinds)) == len(kinds)
+    assert {kind.config._replace(groups=0, prepared=0) for kind in kinds} == {
+        config._replace(prepared=0) for dtype, rows in TABLE.items() if dtype.itemsize < 8 for config in rows.values()
+    }

@@ -1,0 +1,54 @@
+"""`bench kernels` and `info --check` as far as a machine without a GPU can follow them."""
+
+import io
+import math
+
+import pytest
+import torch
+from rich.console import Console
+
+from fastweights.benchmarks import kernels
+from fastweights.commands import info
+from fastweights.ops.backends import BACKENDS
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+
+
+@without_gpu
+def test_it_says_why_there_is_nothing_to_measure(tmp_path, capsys):
+    out = tmp_path / "kernels.json"
+    assert not kernels.run(out, quick=True, which=())
+    assert f"nothing to measure: {BACKENDS['triton'].unavailable()}" in capsys.readouterr().out
+    assert not out.exists()
+
+
+@without_gpu
+def test_no_kernels_to_check_is_no_failure(capsys):
+    assert info.check()
+    assert "no kernels to check" in capsys.readouterr().out
+
+
+def test_floor_counts_every_byte_once():
+    tokens = 96 * 256 * 8
+    floor = kernels.floor_ms((96, 256, 8, 16, 16), torch.bfloat16, 1e12)
+    assert math.isclose(floor, 1e3 * tokens * (2 * (4 * 16 + 4 * 16 + 3 * 16) + 12) / 1e12)
+
+
+def test_the_table_shows_what_failed_and_what_did_not():
+    times = {f"{name}_{mode}_ms": 0.5 for name in ("forward", "both") for mode in ("eager", "graph")}
+    case = {"name": "paper small", "dtype": "bfloat16", "floor_ms": 0.1, "errors": {"y": 2e-3}}
+    measured = {"fastweights": times, "sdpa": times | {"both_graph_ms": 1.5}, "fla chunk": {"failure": "Error"}}
+    page = io.StringIO()
+    table = kernels._table([case | {"measured": measured}, case | {"measured": {"fastweights": {}}}])
+    Console(width=300, file=page).print(table)
+    assert "1.500 sdpa" in (text := page.getvalue())
+    assert "3.0 x" in text
+    assert "5.0" in text
+
+
+def test_rivals_are_those_that_can_take_the_shape():
+    def names(shape, dtype):
+        return [name for name, _ in kernels.rivals(shape, dtype, kernels.RIVALS)]
+
+    assert names((1, 4, 1, 8, 4), "float32") == ["fastweights", "chunked"]
+    assert names((1, 4, 1, 8, 4), "bfloat16") == ["fastweights", "chunked", "sdpa"]
