@@ -223,7 +223,7 @@ class ClippedWrites(Function):
     @once_differentiable
     def backward(ctx: Any, d_E: Tensor, d_logs: Tensor) -> tuple[Tensor | None, ...]:
         k, beta, values, gram, square, n, E, w = ctx.saved_tensors
-        V = torch.zeros_like(E).scatter_(-1, values.unsqueeze(-1), 1)
+        value, all_values = values.unsqueeze(-1), values.unsqueeze(1).expand_as(gram)
         clipped = n > 1
         clipped[:, 0].fill_(False)
         A = (gram * beta.unsqueeze(1) * w).tril_(-1)
@@ -231,9 +231,9 @@ class ClippedWrites(Function):
         inverse = torch.linalg.solve_triangular(A, identity, upper=False, unitriangular=True)
         below = inverse.tril(-1)
         # Of n_t by e_t; then, by the log of the scale of step u < t, of n_t and of the loss through e_t.
-        by_error = V * (2 * beta).unsqueeze(-1) + E * (2 * square).unsqueeze(-1)
-        by_scale = (by_error @ V.mT * below).cumsum(-1).tril_(-1)
-        d_scale = (d_E @ V.mT * below).cumsum(-1).tril_(-1).sum(1) + d_logs
+        by_error = (E * (2 * square).unsqueeze(-1)).scatter_add_(-1, value, (2 * beta).unsqueeze(-1))
+        by_scale = (by_error.gather(-1, all_values) * below).cumsum(-1).tril_(-1)
+        d_scale = (d_E.gather(-1, all_values) * below).cumsum(-1).tril_(-1).sum(1) + d_logs
         # Adjoint of the norms: λ_u = -own_u (d_scale_u + Σ_{t>u} by_scale_tu λ_t) + [not clipped] λ_{u+1}
         own = (0.5 / n.clamp(min=1)).masked_fill_(~clipped, 0).unsqueeze(-1)
         system = by_scale.mT * own
@@ -241,7 +241,7 @@ class ClippedWrites(Function):
         right = -own * d_scale.unsqueeze(-1)
         adjoint = torch.linalg.solve_triangular(system, right, upper=True, unitriangular=True)
         d_A = (inverse.mT @ (d_E + adjoint * by_error) @ E.mT).neg_().tril_(-1) * w
-        adjoint, e_v, e_e = adjoint.squeeze(-1), (E * V).sum(-1), (E * E).sum(-1)
+        adjoint, e_v, e_e = adjoint.squeeze(-1), E.gather(-1, value).squeeze(-1), (E * E).sum(-1)
         kappa = gram.diagonal(dim1=1, dim2=2)
         d_beta = adjoint * (2 * e_v + (2 * beta * kappa - 2) * e_e) + (d_A * gram).sum(1)
         d_gram = d_A.mul_(beta.unsqueeze(1))
