@@ -62,12 +62,12 @@ def _split(
 # Measured on an H200. Eight warps at chunk 64 are miscompiled there (Triton 3.6): no row may have them.
 TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.bfloat16: {
-        (16, 16): _fused(32, 16, HALF, HALF, 1, 2),
+        (16, 16): _fused(32, 16, HALF, HALF, 1, 3),
         (32, 16): _fused(16, 16, HALF, HALF, 1, 2),
         (32, 32): _fused(32, 32, HALF, HALF, 2, 2),
         (64, 16): _fused(16, 16, HALF, HALF, 2, 2),
-        (64, 64): _split(64, 64, HALF, HALF, (4, 2), 4, (4, 64)),
-        (128, 128): _split(32, 64, HALF, HALF, (4, 2), 2, (4, 64)),
+        (64, 64): _split(64, 64, HALF, HALF, (4, 2), 1, (4, 64)),
+        (128, 128): _split(32, 64, HALF, HALF, (4, 2), 2, (4, 128)),
         (256, 256): _split(32, 32, HALF, HALF, (8, 2), 2, (8, 64)),
         (512, 256): _split(16, 16, HALF, HALF, (8, 1), 1, (8, 64)),
     },
@@ -79,9 +79,9 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
         (512, 256): _split(16, 16, TF32, TF32, (8, 1), 1, (8, 32)),
     },
     torch.float32: {
-        (16, 16): _fused(16, 16, TF32X3, TF32X3, 1, 1)._replace(forward_stages=2),
-        (32, 16): _fused(16, 16, TF32X3, TF32X3, 2, 2),
-        (32, 32): _split(16, 32, TF32X3, TF32X3, (2, 1), 1, (2, 32)),
+        (16, 16): _split(16, 16, TF32X3, TF32X3, (1, 2), 1, (1, 16)),
+        (32, 16): _split(16, 16, TF32X3, TF32X3, (1, 1), 1, (1, 32)),
+        (32, 32): _split(16, 32, TF32X3, TF32X3, (2, 2), 1, (2, 32)),
         (64, 64): _split(16, 32, TF32X3, TF32X3, (4, 1), 1, (4, 32)),
         (512, 256): _split(16, 16, TF32X3, TF32X3, (8, 1), 1, (8, 16)),
     },
