@@ -23,6 +23,7 @@ ORDER = [
     "models",
     "data",
     "training",
+    "inference",
     "experiments",
     "report",
     "benchmarks",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fastweights.feature_maps import FeatureMap as FeatureMap
     from fastweights.feature_maps import feature_map as feature_map
     from fastweights.feature_maps import list_feature_maps as list_feature_maps
+    from fastweights.inference.stream import Stream as Stream
     from fastweights.layers.fast_weight import FastWeightAttention as FastWeightAttention
     from fastweights.layers.relative import RelativeAttention as RelativeAttention
     from fastweights.layers.softmax import SoftmaxAttention as SoftmaxAttention
@@ -34,6 +35,7 @@ _HOMES = {
     "LanguageModelConfig": "models.language_model",
     "RelativeAttention": "layers.relative",
     "SoftmaxAttention": "layers.softmax",
+    "Stream": "inference.stream",
     "fast_weight_memory": "ops.memory",
     "feature_map": "feature_maps",
     "l2_normalize": "ops.normalization",

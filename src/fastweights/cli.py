@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 import fastweights
+from fastweights.commands import evaluate, train
 from fastweights.commands.data import data
+from fastweights.commands.generate import generate
 from fastweights.commands.reproduce import report, reproduce
 
 app = typer.Typer(
@@ -22,6 +24,9 @@ bench = typer.Typer(help="Measure speed and memory against rivals in the same ru
 app.command()(reproduce)
 app.command()(report)
 app.command()(data)
+app.add_typer(train.app, name="train")
+app.add_typer(evaluate.app, name="eval")
+app.command()(generate)
 app.add_typer(bench, name="bench")
 
 

@@ -40,6 +40,7 @@ def quadratic(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
 
 
 RIVALS: dict[str, Run] = {
+    "cpu": lambda q, k, v, beta: fw.fast_weight_memory(q, k, v, beta=beta, backend="cpu")[0],
     "chunked": lambda q, k, v, beta: fw.fast_weight_memory(q, k, v, beta=beta, backend="chunked")[0],
     "reference": lambda q, k, v, beta: fw.fast_weight_memory(q, k, v, beta=beta, backend="reference")[0],
     "quadratic": quadratic,

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fastweights.commands.device import pick_device
+
 if TYPE_CHECKING:
     from fastweights.experiments.base import Experiment, Selection
     from fastweights.experiments.store import Store
@@ -48,7 +50,7 @@ def reproduce(
             return
         experiments = _experiments(names or [])
         selection = _selection(experiments, scale, models, sizes, seeds)
-        device = _device(device)
+        device = pick_device(device)
         jobs = _jobs(jobs, device)
         plans = [(experiment, experiment.grid(scale, selection)) for experiment in experiments]
         _require_plotting()
@@ -158,22 +160,6 @@ def _numbers(text: str | None, option: str, least: int) -> tuple[int, ...] | Non
     if not all(item.isdecimal() and int(item) >= least for item in items):
         raise ValueError(f"{option} takes whole numbers of at least {least} separated by commas, got {text!r}")
     return tuple(dict.fromkeys(int(item) for item in items))
-
-
-def _device(name: str) -> str:
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
-    return name
 
 
 def _jobs(jobs: int | None, device: str) -> int:

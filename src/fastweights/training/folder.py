@@ -17,7 +17,7 @@ from fastweights.files import write_atomically
 from fastweights.training.config import TrainingConfig
 
 FORMAT = 1
-_CONTENTS = ("config.json", "log.jsonl", "checkpoints", "tensorboard")
+_CONTENTS = ("config.json", "log.jsonl", "checkpoints", "tensorboard", "eval")
 
 
 class RunError(RuntimeError):

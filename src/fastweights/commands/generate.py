@@ -1,0 +1,97 @@
+"""`fastweights generate`: text from a trained language model, word by word."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fastweights.commands.device import pick_device
+from fastweights.commands.evaluate import run_errors
+from fastweights.commands.train import say
+
+if TYPE_CHECKING:
+    from fastweights.data.vocabulary import Vocabulary
+    from fastweights.inference.stream import SlidingWindow, Stream
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `fastweights train lm`.")],
+    prompt: Annotated[
+        str, typer.Option(help="The beginning, words and signs with spaces between; nothing for the start of a line.")
+    ] = "",
+    tokens: Annotated[int, typer.Option(help="How many words to add.")] = 100,
+    temperature: Annotated[float, typer.Option(help="Below 1 more predictable; 0 takes the most likely word.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Only the k most likely words.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Only the likeliest words that together reach p.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
+    data: Annotated[Path | None, typer.Option(help="The corpus, if RUN has no copy of its vocabulary.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+) -> None:
+    """Go on with a prompt, printing words as they come.
+
+    A model with fast weights keeps a memory of one size however long the text. One whose positions run backward from
+    the end of a window, as those of the paper do, reads the last words again for each new one.
+    """
+    with run_errors():
+        from fastweights.inference.sample import Sampling
+        from fastweights.inference.sample import generate as words
+        from fastweights.inference.stream import open_reader
+        from fastweights.ops.tables import look_up
+        from fastweights.training.language_run import LanguageRun
+
+        if tokens < 1:
+            raise ValueError(f"--tokens must be at least 1, got {tokens}")
+        look_up(dict.fromkeys(("best", "last")), checkpoint, "checkpoint")
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        device = pick_device(device)
+        opened = LanguageRun.open(run)
+        vocabulary = opened.vocabulary(data)
+        begin = _encode(prompt, vocabulary)
+        model, _ = opened.load(checkpoint, device)
+        reader = open_reader(model, opened.segment, opened.carried)
+    start = time.monotonic()
+    # Before the first word of a line stands the end of another.
+    new = words(reader, begin or vocabulary.encode("\n"), tokens, sampling, seed)
+    try:
+        with run_errors():
+            for piece in vocabulary.stream(itertools.chain(begin, new)):
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+            typer.echo()
+    except KeyboardInterrupt:
+        typer.echo()
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        # The reader, such as `head`, has enough. Python would complain once more when it closes stdout at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit from None
+    say(_summary(reader, tokens, time.monotonic() - start))
+
+
+def _encode(prompt: str, vocabulary: Vocabulary) -> list[int]:
+    """The numbers of the prompt, with a note on words that are not in the vocabulary."""
+    from fastweights.data.vocabulary import UNKNOWN, WordVocabulary, split_words
+
+    numbers = vocabulary.encode(prompt)
+    if isinstance(vocabulary, WordVocabulary):
+        unknown = list(dict.fromkeys(word for word in split_words(prompt) if word not in vocabulary))
+        if unknown:
+            shown = ", ".join(map(repr, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
+            say(f"Note: not in the vocabulary and read as {UNKNOWN}: {shown}")
+    return numbers
+
+
+def _summary(reader: Stream | SlidingWindow, written: int, seconds: float) -> str:
+    from fastweights.inference.stream import SlidingWindow
+
+    speed = f"{written} tokens in {seconds:.1f} s, {written / max(seconds, 1e-9):.0f} a second"
+    if isinstance(reader, SlidingWindow):
+        return f"{speed}; this model does not stream: for each token the last {reader.length} were read again"
+    return f"{speed}; {reader.position} tokens are kept as a state of {reader.nbytes:,} bytes"

@@ -1,0 +1,1 @@
+"""Using trained models: text as it comes, in and out."""

@@ -1,0 +1,199 @@
+"""Training a language model on a corpus, as the loop wants it.
+
+corpus = Corpus.load("data/wikitext2")
+task, config = assemble(corpus, preset="tiny", mixer="delta", steps=500)
+train(task, config, "runs/tiny-delta")
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastweights.data.tokens import Corpus, Segment, Segments
+from fastweights.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
+from fastweights.models.presets import CONTEXTS, MIXER_CHOICES, PRESETS, TrainingRecipe, training_recipe
+from fastweights.ops.tables import look_up
+from fastweights.training.config import COMPILE_MODES, PRECISIONS, SCHEDULES, STRATEGIES, TrainingConfig
+from fastweights.training.evaluate import EVAL_BATCH, Protocol, check_carried, measure
+from fastweights.training.task import Outcome, Task
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    "precision": PRECISIONS,
+    "strategy": STRATEGIES,
+    "schedule": tuple(SCHEDULES),
+    "compile": COMPILE_MODES,
+}
+# Fields of the model that the corpus or the arguments of `assemble` decide.
+_DECIDED = {"vocab_size": "follows from the corpus", "mixer": "has its own option", "rule": "has its own option"}
+MODEL_FIELDS = tuple(f.name for f in fields(LanguageModelConfig) if f.name not in _DECIDED)
+TASK_FIELDS = ("segment", "batch_size", "eval_batch")
+TRAINING_FIELDS = tuple(f.name for f in fields(TrainingConfig))
+
+
+class LanguageTask(Task):
+    """The next word of a corpus: its training text in `batch_size` rows, read in order, `segment` words at a time.
+
+    With context "carried" each segment goes on from the state of the one before, without gradient, and an epoch begins
+    with none; with "limited" every segment stands alone. Validation reads the validation text in the same way in
+    `eval_batch` rows, and gives "loss" (nats a word) and "ppl".
+    """
+
+    def __init__(
+        self,
+        model: LanguageModelConfig,
+        corpus: Corpus,
+        *,
+        segment: int,
+        batch_size: int,
+        context: str = "limited",
+        eval_batch: int = EVAL_BATCH,
+    ) -> None:
+        look_up(dict.fromkeys(CONTEXTS), context, "context")
+        self.model, self.corpus, self.context = model, corpus, context
+        self.segment, self.batch_size, self.eval_batch = segment, batch_size, eval_batch
+        self.carried = context == "carried"
+        self._check()
+        # Layers refuse what a configuration cannot know, such as the options of a feature map.
+        with torch.device("meta"):
+            self.n_parameters = LanguageModel(model).n_parameters
+        self._streams = {"train": corpus.train, "valid": corpus.valid}
+        self._segments: dict[tuple[int, int], Segments] = {}
+        for split, rows in (("train", batch_size), ("valid", eval_batch)):
+            try:
+                self._streams[split].segments(rows, segment)
+            except ValueError as error:
+                raise ValueError(f"the {split} text of {corpus.folder}: {error}") from None
+
+    def _check(self) -> None:
+        model, words = self.model, len(self.corpus.vocabulary)
+        if model.vocab_size != words:
+            raise ValueError(f"the model has vocab_size {model.vocab_size:,}, the corpus {words:,} words")
+        if self.carried:
+            check_carried(model)
+            if model.feature_map == "favor" and model.feature_map_options.get("redraw", True):
+                raise ValueError(
+                    "feature map 'favor' draws new features for each segment, with which the state of the one before "
+                    "cannot be read; set feature_map_options = {'redraw': false}, or take limited context"
+                )
+        elif model.mixer == "relative" and model.mem_len:
+            raise ValueError(
+                f"mixer 'relative' (xl) remembers {model.mem_len} words, and with context 'limited' there are none; "
+                "take context 'carried', or mem_len 0 for its relative positions alone"
+            )
+
+    def build(self) -> LanguageModel:
+        """The model with fresh weights."""
+        return LanguageModel(self.model)
+
+    def place(self, device: torch.device) -> None:
+        """Bring the texts to the device; in the memory of the host they stay mapped from their files."""
+        if device.type != "cpu":
+            self._streams = {split: stream.to(device) for split, stream in self._streams.items()}
+            self._segments = {}
+
+    def batch(self, index: int, rank: int, world: int) -> Segment:
+        """The segment of that number in the rows of this process."""
+        if (rank, world) not in self._segments:
+            stream = self._streams["train"]
+            self._segments[rank, world] = stream.segments(self.batch_size, self.segment, rank=rank, world=world)
+        return self._segments[rank, world].batch_at(index)
+
+    def loss(self, model: nn.Module, batch: Segment, carry: LanguageModelState | None) -> Outcome:
+        """Mean of -log p over the words of a segment."""
+        assert isinstance(model, LanguageModel)
+        nll, state = model.loss(batch.inputs, batch.targets, None if batch.starts_epoch else carry)
+        return Outcome(nll.mean(), {"tokens": nll.numel()}, state if self.carried else None)
+
+    def validate(self, model: nn.Module) -> dict[str, float]:
+        """Loss and perplexity by segments, close to and a little above those of the paper's protocols."""
+        assert isinstance(model, LanguageModel)
+        how = Protocol(name="segment", segment=self.segment, batch=self.eval_batch, carry=self.carried)
+        found = measure(model, self._streams["valid"], how)
+        return {"loss": found.loss, "ppl": found.ppl}
+
+    def describe(self) -> dict[str, Any]:
+        """The model, the cutting of the text, and which text it is, wherever it lies."""
+        vocabulary = self.corpus.manifest["vocabulary"]
+        return {
+            "name": "language",
+            "model": self.model.to_dict(),
+            "context": self.context,
+            "segment": self.segment,
+            "batch_size": self.batch_size,
+            "eval_batch": self.eval_batch,
+            "corpus": {"fingerprint": self.corpus.fingerprint, "vocabulary_sha256": vocabulary["sha256"]},
+        }
+
+
+def assemble(
+    corpus: Corpus,
+    *,
+    preset: str = "small",
+    mixer: str = "delta",
+    rule: str | None = None,
+    context: str | None = None,
+    **settings: Any,
+) -> tuple[LanguageTask, TrainingConfig]:
+    """A preset of `models.presets` on a corpus, with any field of model, task or `TrainingConfig` changed by name.
+
+    What is not given follows from what is: a run with other `steps` than the preset's has at most a tenth of them as
+    warm-up, Transformer-XL remembers as many words as a segment has, and random features stand still where a state is
+    carried.
+    """
+    look_up(PRESETS, preset, "preset")
+    look_up(MIXER_CHOICES, mixer, "mixer")
+    model, task, training = _sort(settings)
+    given = {"context": context, "segment": task.get("segment"), "batch_size": task.get("batch_size")}
+    given |= {"steps": training.get("steps"), "lr": training.get("lr"), "warmup_steps": training.pop("warmup", None)}
+    overrides = {name: value for name, value in given.items() if value is not None}
+    recipe = _recipe(preset, mixer, overrides)
+    if mixer == "xl" and "segment" in overrides:
+        model.setdefault("mem_len", recipe.segment)
+    if recipe.context == "carried" and model.get("feature_map", MIXER_CHOICES[mixer].feature_map) == "favor":
+        model["feature_map_options"] = {"redraw": False, **model.get("feature_map_options", {})}
+    size = {"vocab_size": len(corpus.vocabulary)}
+    config = PRESETS[preset](mixer, rule=rule, context=recipe.context, **size, **model)
+    built = LanguageTask(
+        config,
+        corpus,
+        segment=recipe.segment,
+        batch_size=recipe.batch_size,
+        context=recipe.context,
+        eval_batch=task.get("eval_batch", EVAL_BATCH),
+    )
+    # Ten validations and fifty lines of log, where the authors' intervals would give fewer.
+    defaults: dict[str, Any] = {
+        "eval_every": min(4000, max(1, recipe.steps // 10)),
+        "log_every": min(200, max(1, recipe.steps // 50)),
+        "clip": recipe.clip,
+    }
+    schedule = {"steps": recipe.steps, "lr": recipe.lr, "warmup": recipe.warmup_steps}
+    return built, TrainingConfig(**{**defaults, **training, **schedule})
+
+
+def check_field(name: str) -> None:
+    """A ValueError for a name that `assemble` does not take, with the nearest that it does."""
+    if name in _DECIDED:
+        raise ValueError(f"{name} cannot be set: it {_DECIDED[name]}")
+    look_up(dict.fromkeys([*MODEL_FIELDS, *TASK_FIELDS, *TRAINING_FIELDS]), name, "field")
+
+
+def _sort(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The settings of model, task and training."""
+    for name, value in settings.items():
+        check_field(name)
+        if name in _NAMES and isinstance(value, str):
+            look_up(dict.fromkeys(_NAMES[name]), value, name)
+    parts = [{n: v for n, v in settings.items() if n in part} for part in (MODEL_FIELDS, TASK_FIELDS, TRAINING_FIELDS)]
+    return parts[0], parts[1], parts[2]
+
+
+def _recipe(preset: str, mixer: str, overrides: dict[str, Any]) -> TrainingRecipe:
+    if "steps" in overrides and "warmup_steps" not in overrides and overrides["steps"] >= 1:
+        usual = training_recipe(preset, mixer).warmup_steps
+        overrides = {**overrides, "warmup_steps": min(usual, overrides["steps"] // 10)}
+    return training_recipe(preset, mixer, **overrides)

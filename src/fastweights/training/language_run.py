@@ -1,0 +1,104 @@
+"""A folder that a language model was trained in, read back: its configuration, weights, vocabulary and corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from fastweights.data.tokens import Corpus
+from fastweights.data.vocabulary import VOCABULARIES, Vocabulary
+from fastweights.files import write_atomically
+from fastweights.models.language_model import LanguageModel, LanguageModelConfig
+from fastweights.training.checkpoint import Checkpoint, CheckpointError, load_weights
+from fastweights.training.folder import RunError
+
+
+@dataclass(frozen=True)
+class LanguageRun:
+    """What `train` left in `folder` for a `LanguageTask`."""
+
+    folder: Path
+    model: LanguageModelConfig
+    task: dict[str, Any]
+    about: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path | str) -> Self:
+        """Read the configuration; RunError where the folder holds no run of a language model."""
+        folder = Path(folder)
+        path = folder / "config.json"
+        try:
+            found = json.loads(path.read_text())
+            task = found["task"]
+            name = task["name"]
+        except OSError:
+            missing = "holds no run" if folder.is_dir() else "does not exist"
+            raise RunError(f"{folder} {missing}; `fastweights train lm --out {folder}` trains one there") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{path} is not the configuration of a run ({error!r})") from None
+        if name != "language":
+            raise RunError(f"{folder} holds a run of the task {name!r}, not of a language model")
+        try:
+            return cls(folder, LanguageModelConfig.from_dict(task["model"]), task, found.get("about", {}))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{path} cannot be used by this version: {error}") from None
+
+    @property
+    def segment(self) -> int:
+        """Words in a segment of training."""
+        return int(self.task["segment"])
+
+    @property
+    def carried(self) -> bool:
+        """Whether the state was carried from segment to segment."""
+        return bool(self.task["context"] == "carried")
+
+    def load(self, which: str = "best", device: str | torch.device = "cpu") -> tuple[LanguageModel, Checkpoint]:
+        """The model in evaluation mode, and the checkpoint that its weights are from."""
+        model = LanguageModel(self.model)
+        try:
+            checkpoint = load_weights(model, self.folder, which)
+        except RuntimeError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"the weights in {self.folder} are not those of its config.json: {error}") from None
+        return model.to(device).eval(), checkpoint
+
+    def corpus(self, data: Path | str | None = None) -> Corpus:
+        """The corpus it was trained on, from where it was then or from `data`."""
+        folder = Path(data) if data is not None else Path(self.about.get("data", "data"))
+        corpus = Corpus.load(folder)
+        if corpus.fingerprint != self.task["corpus"]["fingerprint"]:
+            raise RunError(
+                f"{folder} is not the corpus that {self.folder} was trained on (fingerprint {corpus.fingerprint}, not "
+                f"{self.task['corpus']['fingerprint']}); say with --data where that one is"
+            )
+        return corpus
+
+    def vocabulary(self, data: Path | str | None = None) -> Vocabulary:
+        """The words, from the copy in the run's folder, or from its corpus where there is none."""
+        for kind in VOCABULARIES.values():
+            path = self.folder / kind.file
+            if data is None and path.is_file():
+                content = path.read_bytes()
+                if hashlib.sha256(content).hexdigest() == self.task["corpus"]["vocabulary_sha256"]:
+                    return kind.load(content)
+        return self.corpus(data).vocabulary
+
+
+def keep_vocabulary(folder: Path, corpus: Corpus, fresh: bool = False) -> None:
+    """Copy the vocabulary beside the run, which can then be used where its corpus is not.
+
+    One that is there already belongs to the run that is there, unless that one is about to be moved away.
+    """
+    path = folder / corpus.vocabulary.file
+    try:
+        if fresh or not path.exists():
+            write_atomically(path, corpus.vocabulary.dump())
+    except OSError as error:
+        raise RunError(f"cannot write to {folder}: {error.strerror}; choose another folder") from None
