@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from fastweights.ops.backends import chunked, reference, triton
+from fastweights.ops.backends import chunked, cpu, reference, triton
 from fastweights.ops.backends.base import Backend
 from fastweights.ops.problem import Problem
 from fastweights.ops.tables import look_up
 
-BACKENDS: dict[str, Backend] = {module.BACKEND.name: module.BACKEND for module in (triton, chunked, reference)}
+BACKENDS: dict[str, Backend] = {module.BACKEND.name: module.BACKEND for module in (triton, cpu, chunked, reference)}
 
 ENVIRONMENT = "FASTWEIGHTS_BACKEND"
 

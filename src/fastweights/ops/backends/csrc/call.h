@@ -1,0 +1,59 @@
+// What cpu.py passes: tensors as addresses and strides, of any of four types.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+
+enum Kind : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
+
+// A tensor (B, T, H) or (B, T, H, ·) with a contiguous last axis; strides in elements. No data: not there.
+struct View {
+  char* data;
+  int64_t batch, time, head;
+  int32_t kind;
+  int32_t bytes;
+
+  char* at(int64_t b, int64_t t, int64_t h) const { return data + (b * batch + t * time + h * head) * bytes; }
+};
+
+// Mirrored by `Call` in cpu.py. States are contiguous (·, H, D, M); `bounds` has N + 1 entries.
+struct Call {
+  int64_t N, H, D, M, C;
+  int64_t packed;
+  const int64_t* bounds;
+  View q, k, v, a, e, w, y;
+  View dy, dq, dk, dv, da, de, dw;
+  void *W, *W_end, *before;
+  void *dW_end, *dW_start, *after;
+};
+
+// Calls `use` with a pointer of the type that x holds.
+template <class Use>
+void typed(const View& x, char* data, const Use& use) {
+  switch (x.kind) {
+    case kFloat32: return use(reinterpret_cast<float*>(data));
+    case kFloat64: return use(reinterpret_cast<double*>(data));
+    case kBFloat16: return use(reinterpret_cast<BFloat16*>(data));
+    case kFloat16: return use(reinterpret_cast<Half*>(data));
+  }
+}
+
+template <class R>
+void load_row(const View& x, int64_t b, int64_t t, int64_t h, int64_t from, int64_t size, R* out) {
+  typed(x, x.at(b, t, h) + from * x.bytes, [&](auto* in) {
+    for (int64_t i = 0; i < size; ++i) out[i] = static_cast<R>(in[i]);
+  });
+}
+
+template <class R>
+void store_row(const View& x, int64_t b, int64_t t, int64_t h, int64_t from, int64_t size, const R* in) {
+  typed(x, x.at(b, t, h) + from * x.bytes, [&](auto* out) {
+    for (int64_t i = 0; i < size; ++i) out[i] = static_cast<std::decay_t<decltype(*out)>>(in[i]);
+  });
+}

@@ -1,0 +1,191 @@
+// Small matrix products on padded rows, with the vectors of the machine at hand.
+//
+// Every row starts on a vector boundary and has a whole number of vectors; what stands behind the last element of a row
+// is zero or never read, so that no loop has a remainder along a row. The order in which an element is summed up does
+// not depend on how many columns are computed together, which makes results independent of the number of threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+// Rows of a result that are summed up together, two vectors of each: as many as the registers hold.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kTileRows = 8;
+#else
+constexpr int kTileRows = 4;
+#endif
+
+template <class R>
+struct Simd {
+  typedef R Vector __attribute__((vector_size(kVectorBytes)));
+  static constexpr int lanes = kVectorBytes / sizeof(R);
+};
+
+template <class R>
+int64_t padded(int64_t size) {
+  constexpr int64_t lanes = Simd<R>::lanes;
+  return (size + lanes - 1) / lanes * lanes;
+}
+
+template <class R>
+const typename Simd<R>::Vector& vector(const R* x) {
+  return *reinterpret_cast<const typename Simd<R>::Vector*>(x);
+}
+
+template <class R>
+typename Simd<R>::Vector& vector(R* x) {
+  return *reinterpret_cast<typename Simd<R>::Vector*>(x);
+}
+
+enum class Into { set, add, subtract };
+
+// Which entries count: all; A's lower or upper triangle, the rest of A being zero; the lower triangle of the result.
+enum class Part { all, lower, upper, result };
+
+// A as it stands or transposed, by its strides: A(i, p) = data[i * row + p * column].
+template <class R>
+struct Operand {
+  const R* data;
+  int64_t row, column;
+  Operand at(int64_t i, int64_t p) const { return {data + i * row + p * column, row, column}; }
+};
+
+template <class R, int Rows, int Vectors>
+[[gnu::noinline]] void tile(int64_t inner, Operand<R> A, const R* B, int64_t b, R* C, int64_t c, Into into) {
+  using V = typename Simd<R>::Vector;
+  constexpr int L = Simd<R>::lanes;
+  V sums[Rows][Vectors] = {};
+  for (int64_t p = 0; p < inner; ++p) {
+    V right[Vectors];
+#pragma GCC unroll 2
+    for (int j = 0; j < Vectors; ++j) right[j] = vector(B + p * b + j * L);
+#pragma GCC unroll 8
+    for (int i = 0; i < Rows; ++i) {
+      const R left = A.data[i * A.row + p * A.column];
+#pragma GCC unroll 2
+      for (int j = 0; j < Vectors; ++j) sums[i][j] += left * right[j];
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < Rows; ++i) {
+#pragma GCC unroll 2
+    for (int j = 0; j < Vectors; ++j) {
+      V& out = vector(C + i * c + j * L);
+      out = into == Into::set ? sums[i][j] : into == Into::add ? out + sums[i][j] : out - sums[i][j];
+    }
+  }
+}
+
+// `Rows` rows of a product.
+template <class R, int Rows>
+void band(int64_t columns, int64_t inner, Operand<R> A, const R* B, int64_t b, R* C, int64_t c, Into into) {
+  constexpr int L = Simd<R>::lanes;
+  int64_t j = 0;
+  for (; columns - j >= 2 * L; j += 2 * L) tile<R, Rows, 2>(inner, A, B + j, b, C + j, c, into);
+  if (j < columns) tile<R, Rows, 1>(inner, A, B + j, b, C + j, c, into);
+}
+
+// C (rows x columns) = or += or -= A (rows x inner) B (inner x columns); b and c are the lengths of a row of B and C.
+template <class R>
+[[gnu::noinline]] void multiply(int64_t rows, int64_t columns, int64_t inner, Operand<R> A, const R* B, int64_t b,
+                                 R* C, int64_t c, Into into, Part part = Part::all) {
+  columns = padded<R>(columns);
+  for (int64_t i = 0, step; i < rows; i += step) {
+    const int64_t left = rows - i;
+    step = left >= kTileRows ? kTileRows : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    const int64_t from = part == Part::upper ? i : 0;
+    const int64_t to = part == Part::lower ? std::min(inner, i + step) : inner;
+    const int64_t width = part == Part::result ? std::min(columns, padded<R>(i + step)) : columns;
+    const auto left_part = A.at(i, from);
+    const R* right = B + from * b;
+    R* out = C + i * c;
+    if (step == kTileRows) band<R, kTileRows>(width, to - from, left_part, right, b, out, c, into);
+    else if (step == 4) band<R, 4>(width, to - from, left_part, right, b, out, c, into);
+    else if (step == 2) band<R, 2>(width, to - from, left_part, right, b, out, c, into);
+    else band<R, 1>(width, to - from, left_part, right, b, out, c, into);
+  }
+}
+
+#if __has_builtin(__builtin_shufflevector)
+// Exchanges blocks of `Size` lanes between rows `Size` apart; the sizes 1, 2, 4, ... together transpose a square.
+template <int Size, class V, int... Lane>
+inline void exchange(V& upper, V& lower, std::integer_sequence<int, Lane...>) {
+  constexpr int L = sizeof...(Lane);
+  const V first = __builtin_shufflevector(upper, lower, ((Lane & Size) ? L + Lane - Size : Lane)...);
+  lower = __builtin_shufflevector(upper, lower, ((Lane & Size) ? L + Lane : Lane + Size)...);
+  upper = first;
+}
+
+template <int Size, int L, class V>
+inline void exchange_all(V (&square)[L]) {
+  if constexpr (Size < L) {
+#pragma GCC unroll 16
+    for (int i = 0; i < L; ++i) {
+      if (!(i & Size)) exchange<Size>(square[i], square[i + Size], std::make_integer_sequence<int, L>());
+    }
+    exchange_all<2 * Size>(square);
+  }
+}
+#endif
+
+// out (columns x rows) = in (rows x columns)^T; both sizes are rounded up to whole vectors.
+template <class R>
+void transpose(int64_t rows, int64_t columns, const R* in, int64_t stride, R* out, int64_t out_stride) {
+  using V = typename Simd<R>::Vector;
+  constexpr int L = Simd<R>::lanes;
+  for (int64_t i = 0; i < rows; i += L) {
+    for (int64_t j = 0; j < columns; j += L) {
+      V square[L];
+#pragma GCC unroll 16
+      for (int r = 0; r < L; ++r) square[r] = vector(in + (i + r) * stride + j);
+#if __has_builtin(__builtin_shufflevector)
+      exchange_all<1>(square);
+#pragma GCC unroll 16
+      for (int r = 0; r < L; ++r) vector(out + (j + r) * out_stride + i) = square[r];
+#else
+      for (int r = 0; r < L; ++r) {
+        for (int lane = 0; lane < L; ++lane) out[(j + lane) * out_stride + i + r] = square[r][lane];
+      }
+#endif
+    }
+  }
+}
+
+// These go over whole vectors: `size` is rounded up, and what stands behind it must be there.
+
+template <class R>
+R dot(int64_t size, const R* x, const R* y) {
+  constexpr int L = Simd<R>::lanes;
+  typename Simd<R>::Vector sums = {};
+  for (int64_t i = 0; i < size; i += L) sums += vector(x + i) * vector(y + i);
+  R sum = 0;
+  for (int i = 0; i < L; ++i) sum += sums[i];
+  return sum;
+}
+
+// y = factor * x.
+template <class R>
+void scale(int64_t size, R factor, const R* x, R* y) {
+  for (int64_t i = 0; i < size; i += Simd<R>::lanes) vector(y + i) = factor * vector(x + i);
+}
+
+// y += factor * x.
+template <class R>
+void add_scaled(int64_t size, R factor, const R* x, R* y) {
+  for (int64_t i = 0; i < size; i += Simd<R>::lanes) vector(y + i) += factor * vector(x + i);
+}
+
+// z = x * y, element by element.
+template <class R>
+void hadamard(int64_t size, const R* x, const R* y, R* z) {
+  for (int64_t i = 0; i < size; i += Simd<R>::lanes) vector(z + i) = vector(x + i) * vector(y + i);
+}

@@ -1,0 +1,302 @@
+"""The C++ backend beyond what all backends are tested for: its build, its threads, its chunks, its place in PyTorch."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from fastweights.ops import family
+from fastweights.ops.backends import cpu
+from fastweights.ops.problem import Problem
+from fastweights.ops.rules import RULES
+from tests.ops.calls import FAMILY, NORMALIZATIONS, gradients, random_call, relative_error
+
+CACHES = (cpu.library, cpu._failure, cpu._unavailable)
+
+pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
+
+
+@pytest.fixture
+def forgotten():
+    """A process that knows nothing of compilers and libraries yet, and forgets what the test lets it learn."""
+    for function in CACHES:
+        function.cache_clear()
+    yield
+    for function in CACHES:
+        function.cache_clear()
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch, forgotten):
+    """The real compiler under a name that keeps a list of its builds, and an empty cache."""
+    builds, script = tmp_path / "builds", tmp_path / "compiler"
+    script.write_text(f'#!/bin/sh\ncase "$*" in *memory.cpp*) echo >> {builds};; esac\nexec {cpu._compiler()} "$@"\n')
+    script.chmod(0o755)
+    builds.touch()
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cpu, "FLAGS", ["-O0" if flag == "-O3" else flag for flag in cpu.FLAGS])
+    return lambda: len(builds.read_text().splitlines())
+
+
+def run(call, cu_seqlens=None):
+    """[y, W] or [y, W, z] of a call, by the C++."""
+    problem = Problem(RULES[call.rule], call.q, call.k, call.v, call.gates, *call.state)
+    return [x for x in cpu.BACKEND.run(replace(problem, cu_seqlens=cu_seqlens)) if x is not None]
+
+
+def everything(call, cu_seqlens=None):
+    call = call.requiring_grad()
+    outputs = run(call, cu_seqlens)
+    return [*outputs, *gradients(outputs, call.inputs())]
+
+
+def expected(call, **more):
+    call = call.requiring_grad()
+    outputs = call.run("reference", **more)
+    return [*outputs, *gradients(outputs, call.inputs())]
+
+
+def packed_call(T, bounds, *sizes, rule="gated_delta"):
+    call = random_call(rule, "attention", 1, T, *sizes)
+    call.state = random_call(rule, "attention", len(bounds) - 1, 1, *sizes, seed=3).state
+    return call, torch.tensor(bounds)
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("rule", FAMILY)
+def test_gradcheck_across_chunks(rule, normalization, monkeypatch):
+    monkeypatch.setattr(cpu, "chunk_length", lambda D, M: 3)
+    call = random_call(rule, normalization, B=2, T=7, H=1, D=3, M=2).requiring_grad()
+    assert gradcheck(lambda *inputs: tuple(run(call.with_inputs(inputs))), call.inputs())
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, 50])
+@pytest.mark.parametrize("threads", [1, 7])
+def test_any_chunk(chunk, threads, monkeypatch):
+    torch.set_num_threads(threads)
+    monkeypatch.setattr(cpu, "chunk_length", lambda D, M: chunk)
+    call = random_call("gated_delta", "attention", 1, 49, 2, 21, 19)
+    assert relative_error(everything(call), expected(call)) < 1e-12
+
+
+@pytest.mark.parametrize(("D", "M"), [(1, 1), (64, 64), (17, 48), (80, 7), (130, 100)])
+def test_sizes(D, M):
+    """One vector, whole vectors, a few features over, more than a tile."""
+    call = random_call("gated_delta", None, 1, 100, 2, D, M)
+    assert relative_error(everything(call), expected(call)) < 1e-12
+    assert relative_error(everything(call.to(torch.float32)), expected(call)) < 1e-5
+
+
+def test_packed():
+    call, bounds = packed_call(171, [0, 0, 5, 5, 70, 71, 171, 171], 2, 16, 8)
+    assert relative_error(everything(call, bounds), expected(call, cu_seqlens=bounds)) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(1, 200, 1, 20, 70), (1, 90, 3, 64, 64), (5, 40, 3, 8, 9)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_number_of_threads_changes_no_bit(shape, dtype):
+    """Fewer heads than threads, where the work is shared out another way, included."""
+    call = random_call("gated_delta", "attention", *shape, dtype=dtype)
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(everything(call))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_packed_on_many_threads():
+    call, bounds = packed_call(171, [0, 0, 5, 5, 70, 71, 171, 171], 1, 16, 40)
+    one = everything(call, bounds)
+    torch.set_num_threads(9)
+    assert all(torch.equal(a, b) for a, b in zip(everything(call, bounds), one, strict=True))
+
+
+def test_nan_stays_in_its_sequence():
+    """The room in which a thread computes goes from one sequence to the next."""
+    call = random_call("gated_delta", None, 3, 70, 1, 5, 3)
+    clean = everything(call)
+    call.k[0, 20], call.v[0, 30] = float("nan"), float("inf")
+    spoilt = everything(call)
+    assert spoilt[0][0].isnan().any()
+    assert all(torch.equal(a[1:], b[1:]) for a, b in zip(clean, spoilt, strict=True))
+
+
+def test_decay_of_zero_and_of_any_sign():
+    call = random_call("gated_delta", None, 2, 100, 2, 8, 8)
+    call.gates["decay"] = (call.gates["decay"] - 0.5) * 2
+    call.gates["decay"][:, ::9] = 0
+    assert relative_error(everything(call), expected(call)) < 1e-12
+
+
+def test_only_the_state_gets_a_gradient():
+    """No gradient comes in for y; and the other way round."""
+    call = random_call("delta", None, 2, 70, 2, 4, 3).requiring_grad()
+    for output in (0, 1):
+        found, wanted = run(call)[output], call.run("reference")[output]
+        grads = (torch.autograd.grad(x.square().sum(), call.inputs(), allow_unused=True) for x in (found, wanted))
+        found_grads, wanted_grads = ([torch.zeros(()) if x is None else x for x in xs] for xs in grads)
+        assert all((a - b).abs().max() < 1e-12 for a, b in zip(found_grads, wanted_grads, strict=True))
+
+
+@pytest.mark.parametrize("T", [256, 1024, 4096])
+def test_saves_inputs_and_one_state_per_chunk(T):
+    H, D, M = 2, 64, 48
+    call = random_call("delta", None, 1, T, H, D, M, torch.float32).requiring_grad()
+    storages = {}
+
+    def pack(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        outputs = run(call)
+    assert outputs[0].requires_grad
+    inputs, states = T * (2 * D + M + 1), (T // cpu.chunk_length(D, M) + 1) * D * M
+    assert sum(storages.values()) <= 4 * H * (inputs + states)
+
+
+def op_inputs(rule, packed, grad):
+    call = random_call(rule, B=1 if packed else 2, T=9, H=2, D=3, M=2, dtype=torch.float32)
+    floats = [call.q, call.k, call.v, *RULES[rule].coefficients(**call.gates), torch.rand(2, 2, 3, 2)]
+    floats = [x if x is None else x.detach().clone().requires_grad_(grad) for x in floats]
+    return [*floats, torch.tensor([0, 4, 9]) if packed else None, torch.float32, 4, True]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rule", FAMILY)
+def test_opcheck(rule, packed):
+    torch.library.opcheck(cpu.forward, op_inputs(rule, packed, grad=True))
+    inputs = op_inputs(rule, packed, grad=False)
+    y, W, before = cpu.forward(*inputs)
+    for dW in (W, None):
+        torch.library.opcheck(cpu.backward, (y, dW, *inputs[:6], before, inputs[7], 4))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiles_without_graph_breaks(packed):
+    call, bounds = packed_call(40, [0, 7, 40], 2, 4, 3) if packed else (random_call("delta", "attention"), None)
+    call = call.requiring_grad()
+
+    def function(*inputs):
+        moved = call.with_inputs(inputs)
+        problem = Problem(RULES[call.rule], moved.q, moved.k, moved.v, moved.gates, *moved.state, cu_seqlens=bounds)
+        assert cpu.BACKEND.unavailable() is None
+        assert cpu.BACKEND.refuses(problem) is None
+        return family.run(problem, cpu.recurrence)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*call.inputs())
+    found = [*compiled, *gradients(compiled, call.inputs())]
+    assert relative_error(found, everything(call, bounds)) < 1e-12
+
+
+def test_no_second_backward():
+    call = random_call("delta").requiring_grad()
+    (dq,) = torch.autograd.grad(run(call)[0].sum(), call.q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        dq.sum().backward()
+
+
+def problem(rule="delta"):
+    call = random_call(rule)
+    return Problem(RULES[rule], call.q, call.k, call.v, call.gates, *call.state)
+
+
+def test_what_it_refuses():
+    assert cpu.BACKEND.refuses(problem()) is None
+    assert "outside the family" in cpu.BACKEND.refuses(problem("fwp1991"))
+    elsewhere = replace(problem(), q=torch.empty(2, 7, 2, 5, device="meta"))
+    assert "the tensors are on meta" in cpu.BACKEND.refuses(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("at", "wrong", "message"),
+    [
+        (1, torch.rand(2, 9, 2, 4), r"k must have shape \(2, 9, 2, 3\)"),
+        (2, torch.rand(2, 8, 2, 2), r"v must have shape \(2, 9, 2, 2\)"),
+        (4, torch.rand(2, 9, 3), r"e must have shape \(2, 9, 2\)"),
+        (6, torch.rand(3, 2, 3, 2), r"W must be torch.float32 of shape \(2, 2, 3, 2\)"),
+        (6, torch.rand(2, 2, 3, 2).bfloat16(), "must be float32 or float64"),
+    ],
+    ids=["k", "v", "e", "W", "dtype"],
+)
+def test_the_op_reads_nothing_it_was_not_given(at, wrong, message):
+    inputs = op_inputs("delta", False, grad=False)
+    inputs[at] = wrong
+    with pytest.raises((ValueError, TypeError), match=message):
+        cpu.forward(*inputs)
+
+
+@pytest.mark.parametrize("bounds", [[0, 4, 10], [1, 4, 9], [0, 7, 4, 9]], ids=str)
+def test_bounds_outside_the_sequence(bounds):
+    inputs = op_inputs("delta", True, grad=False)
+    inputs[6], inputs[7] = torch.rand(len(bounds) - 1, 2, 3, 2), torch.tensor(bounds)
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 9"):
+        cpu.forward(*inputs)
+
+
+def test_built_once_and_again_where_the_file_is_broken(compiler):
+    library = Path(cpu.library()._name)
+    assert compiler() == 1
+    for broken, builds in ((None, 1), (lambda x: x[:-1000], 2), (lambda x: b"", 3)):
+        if broken is not None:
+            # A new file in place of the old one, which this process still runs from.
+            content = library.read_bytes()
+            library.unlink()
+            library.write_bytes(broken(content))
+        cpu.library.cache_clear()
+        assert cpu.library()._name == str(library)
+        assert compiler() == builds
+        assert cpu.failure() is None
+
+
+@pytest.mark.slow
+def test_several_processes_build_once(compiler):
+    code = "from fastweights.ops.backends import cpu; assert cpu.failure() is None"
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert compiler() == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_nowhere_to_keep_it(compiler, tmp_path):
+    (tmp_path / "cache").mkdir(mode=0o500)
+    assert cpu.failure() is None
+    assert compiler() == 1
+
+
+def test_a_cache_that_is_no_folder(compiler, tmp_path):
+    (tmp_path / "cache").write_text("")
+    assert cpu.failure() is None
+    call = random_call("delta")
+    assert relative_error(everything(call), expected(call)) < 1e-12
+
+
+def test_without_a_compiler(monkeypatch, forgotten):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert "there is no C++ compiler" in cpu.BACKEND.unavailable()
+
+
+def test_asking_whether_it_can_run_builds_nothing(compiler):
+    assert cpu.BACKEND.unavailable() is None
+    assert compiler() == 0
+
+
+def test_a_build_that_fails_is_said_once_and_refused(tmp_path, monkeypatch, forgotten):
+    script = tmp_path / "compiler"
+    script.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit 0\necho no such flag >&2; exit 1\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.warns(UserWarning, match="no such flag") as warned:
+        reason = cpu.BACKEND.refuses(problem())
+    assert len(warned) == 1
+    assert "could not be built" in reason
+    assert cpu.BACKEND.refuses(problem()) == reason
