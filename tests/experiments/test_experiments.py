@@ -161,6 +161,8 @@ def test_delta_beats_every_rule():
         "favor-64-delta": {20: math.nan},
     }
     assert list(verdicts("fig5", results(good)).values()) == [True] * 3
+    partial = {**good, "schlag2021": {20: 1.0}, "dpfp-1-sum": {20: 0.1, 40: 0.2, 60: 0.3}}
+    assert list(verdicts("fig5", results(partial)).values())[:2] == [None, None], "a size is missing"
     bad = {**good, "dpfp-1-sum": {20: 0.1, 40: 0.005}}
     assert list(verdicts("fig5", results(bad)).values()) == [False, True, True]
 

@@ -105,7 +105,7 @@ def not_run(text: str, paper: str) -> Claim:
 
 
 def beats(results: Results, model: str, others: Sequence[str], text: str, paper: str) -> Claim:
-    """`model` has the lowest loss at every size it and some of `others` were run at.
+    """`model` has the lowest loss at every size; undecided while sizes are missing and none was lost.
 
     Runs stop at the target, so two losses below it are equal. NaN loses against any number.
     """
@@ -125,10 +125,13 @@ def beats(results: Results, model: str, others: Sequence[str], text: str, paper:
         return not_run(text, paper)
     ran = [other for other in others if results.sizes(model, other)]
     missing = "" if len(ran) == len(others) else f" (only {len(ran)} of {len(others)} rivals run)"
+    absent = len(results.sizes()) - len(compared)
+    holds = False if lost else None if absent else True
+    missing += f"; {absent} S not run" if absent else ""
     if len(compared) == 1:
-        return Claim(text, scores[compared[0]] + missing, paper, not lost)
+        return Claim(text, scores[compared[0]] + missing, paper, holds)
     ours = f"at {len(compared) - len(lost)} of {len(compared)} S{missing}"
     if lost:
         ours += "; not at " + ", ".join(f"S = {size} ({scores[size]})" for size in lost[:3])
         ours += f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-    return Claim(text, ours, paper, not lost)
+    return Claim(text, ours, paper, holds)
