@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fastweights.ops.backends.triton.configs import TABLE, Config, configuration
+from fastweights.ops.features import PLAIN, Features
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -38,6 +39,13 @@ GROUPED = [
 ]
 
 
+MAPPED = [
+    pytest.param(dtype, d, Features.named(name, nu, True, True), id=f"{str(dtype)[6:]}-{d}-{name}-{nu}")
+    for dtype in (torch.bfloat16, torch.float32)
+    for d, name, nu in ((16, "elu", 0), (16, "dpfp", 1), (16, "dpfp", 3), (32, "dpfp", 3))
+]
+
+
 class Recorder:
     """Stands where a kernel stands in `launch` and notes what it is called with."""
 
@@ -51,7 +59,15 @@ class Recorder:
         return note
 
 
-def launches(monkeypatch: Any, dtype: torch.dtype, D: int, M: int, config: Config, gated: bool) -> list[Any]:
+def launches(
+    monkeypatch: Any,
+    dtype: torch.dtype,
+    D: int,
+    M: int,
+    config: Config,
+    gated: bool,
+    features: Features = PLAIN,
+) -> list[Any]:
     """What the launch code calls for the delta rule, or for packed sequences of the gated delta rule."""
     calls: list[Any] = []
     for name in KERNELS:
@@ -65,9 +81,9 @@ def launches(monkeypatch: Any, dtype: torch.dtype, D: int, M: int, config: Confi
     a, e = (tensor(B, T, H, dtype=torch.float32) for _ in range(2))
     gates = (a if gated else None, e, None)
     bounds = tensor(4, dtype=torch.int32) if gated else None
-    W = tensor(3 if gated else B, H, D, M, dtype=torch.float32)
-    y, W_end, *kept = launch.forward(q, k, v, gates, W, bounds, dtype, True, True, config)
-    launch.backward(y, W_end if gated else None, q, k, v, gates, *kept, bounds, True, torch.float32, config)
+    W = tensor(3 if gated else B, H, features.size(D), M, dtype=torch.float32)
+    y, W_end, *kept = launch.forward(q, k, v, gates, W, bounds, dtype, True, True, config, features)
+    launch.backward(y, W_end if gated else None, q, k, v, gates, *kept, bounds, True, torch.float32, config, features)
     return calls
 
 
@@ -122,3 +138,10 @@ def test_compiles_for_ampere(monkeypatch, dtype, D, M, config):
 @pytest.mark.parametrize(("dtype", "D", "M", "config"), [row for row in ROWS if row.id == "bfloat16-32x16"])
 def test_compiles_gated_and_packed(monkeypatch, dtype, D, M, config):
     check(launches(monkeypatch, dtype, D, M, config, gated=True), 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "d", "features"), MAPPED)
+def test_compiles_with_feature_maps(monkeypatch, dtype, d, features):
+    config = configuration(features.size(d), d, dtype, 999, 256, features)
+    check(launches(monkeypatch, dtype, d, d, config, gated=False, features=features), 90)

@@ -40,10 +40,7 @@ class Recurrence(Protocol):
 def run(problem: Problem, recurrence: Recurrence) -> tuple[Tensor, Tensor, Tensor | None]:
     """y, final W and z of a rule of the family."""
     q, k, v, W, z, packed = problem.q, problem.k, problem.v, problem.W, problem.z, problem.cu_seqlens
-    assert problem.rule.coefficients is not None
-    # The gates are small next to q, k and v, and 1 - beta has no digits to lose.
-    gates = {name: gate.to(problem.state_dtype) for name, gate in problem.gates.items()}
-    a, e, w = problem.rule.coefficients(**gates)
+    a, e, w = _coefficients(problem)
     if z is None:
         y, W = recurrence(q, k, v, a, e, w, W, packed, q.dtype)
         return y, W, None
@@ -62,6 +59,29 @@ def run(problem: Problem, recurrence: Recurrence) -> tuple[Tensor, Tensor, Tenso
         z = z[..., 0]
         y, W = recurrence(q, k, v, a, safe_divide(e, recalled[..., 0]), w, W, packed, wide)
     return safe_divide(y, total).to(q.dtype), W, z
+
+
+class _Logit:
+    """Stands for the sigmoid of `x` where a rule computes its coefficients from gates."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __rsub__(self, other: int) -> _Logit:
+        assert other == 1
+        return _Logit(-self.x)
+
+
+def _coefficients(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """a, e and w, or their logits where the gates are logits; one and the same tensor where two are one gate."""
+    assert problem.rule.coefficients is not None
+    if problem.features.logits:
+        found = problem.rule.coefficients(**{name: _Logit(gate) for name, gate in problem.gates.items()})
+        a, e, w = (None if c is None else c.x for c in found)  # type: ignore[attr-defined]
+        return a, e, w
+    # The gates are small next to q, k and v, and 1 - beta has no digits to lose.
+    gates = {name: gate.to(problem.state_dtype) for name, gate in problem.gates.items()}
+    return problem.rule.coefficients(**gates)
 
 
 def parts(problem: Problem) -> list[tuple[int, bool, bool, bool, bool]]:

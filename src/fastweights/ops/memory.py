@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastweights.ops.backends import select
+from fastweights.ops import backends
+from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import Rule, update_rule
 from fastweights.ops.state import FastWeightState
@@ -30,6 +32,7 @@ def fast_weight_memory(
     state: FastWeightState | None = None,
     backend: str = "auto",
     mask: Tensor | None = None,
+    features: Features = PLAIN,
 ) -> tuple[Tensor, FastWeightState]:
     """Write each value under its key and read with each query, step by step: Eqs. 17-19 and 20-28 of the paper.
 
@@ -50,6 +53,11 @@ def fast_weight_memory(
         state: what an earlier call returned; zeros if None. Gradients flow into it.
         backend: a name from `list_backends()`; "auto" takes FASTWEIGHTS_BACKEND or else the first that can.
         mask: (B, T), False for padding: such a token changes nothing, and its output is 0.
+        features: what q, k and the gates still have to go through. With `Features.named("dpfp", nu=3, sum=True,
+            logits=True)` the call is equivalent to, and on a GPU never stores, what is here in
+
+                q, k = sum_normalize(dpfp(q, nu=3)), sum_normalize(dpfp(k, nu=3))
+                fast_weight_memory(q, k, v, beta=beta.float().sigmoid(), ...)
 
     Returns:
         y (B, T, H, M) in the dtype of q, and the state after the last step (float32 for 16-bit inputs).
@@ -59,14 +67,19 @@ def fast_weight_memory(
     gates = _check_inputs(rule, q, k, v, {"beta": beta, "decay": decay})
     look_up({"attention": None, "None": None}, str(normalization), "normalization")
     _check_packing(q, cu_seqlens, mask)
-    W, z = _initial_state(q, v, state, normalization == "attention", cu_seqlens)
-    if mask is not None:
-        q, k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (q, k, v))
-        idle = {"beta": 0.0, "decay": 1.0}
-        gates = {name: gate.masked_fill(~mask[..., None], idle[name]) for name, gate in gates.items()}
-    problem = Problem(rule, q, k, v, gates, W, z, cu_seqlens, mask)
-    y, W, z = select(problem, backend).run(problem)
+    D = features.size(q.shape[3])
+    W, z = _initial_state(q, D, v, state, normalization == "attention", cu_seqlens)
+    problem = Problem(rule, q, k, v, gates, W, z, cu_seqlens, mask, features)
+    y, W, z = backends.run(problem if mask is None else _masked(problem.mapped(), mask), backend)
     return y, FastWeightState(W, z)
+
+
+def _masked(problem: Problem, mask: Tensor) -> Problem:
+    """With nothing to read or write where the mask is False."""
+    q, k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (problem.q, problem.k, problem.v))
+    idle = {"beta": 0.0, "decay": 1.0}
+    gates = {name: gate.masked_fill(~mask[..., None], idle[name]) for name, gate in problem.gates.items()}
+    return replace(problem, q=q, k=k, v=v, gates=gates)
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -145,10 +158,10 @@ def _check_packing(q: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None) ->
 
 
 def _initial_state(
-    q: Tensor, v: Tensor, state: FastWeightState | None, with_z: bool, cu_seqlens: Tensor | None
+    q: Tensor, D: int, v: Tensor, state: FastWeightState | None, with_z: bool, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """W and z to start from: checked ones of `state`, or zeros."""
-    (B, _, H, D), M = q.shape, v.shape[-1]
+    B, H, M = q.shape[0], q.shape[2], v.shape[-1]
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
     dtype = torch.promote_types(q.dtype, torch.float32)
     if state is None:

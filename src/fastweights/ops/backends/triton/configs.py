@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastweights.ops.features import PLAIN, Features
+
 # How products are formed: from 16-bit operands (those of the data, float16 in the inverse), from float32 rounded to
 # TF32, from three TF32 products (22 bits), or in plain float32. A configuration holds the index into this tuple.
 PRECISIONS = ("16-bit", "tf32", "tf32x3", "ieee")
@@ -95,9 +97,28 @@ FEW, LONG = 32, 2048
 PROGRAMS, MOST_GROUPS, LEAST_GROUPS, LEAST_CHUNKS = 256, 64, 8, 4
 
 
-def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int) -> Config:
+# A feature map is computed whole by every kernel, so all D have to fit in one tile of the one for the gradients, which
+# takes registers: (chunk, warps to invert, warps for gradients) of the rows whose kernels are split, by D.
+LARGEST_MAPPED = 256
+_MAPPED = {32: (16, 1, 2), 64: (32, 2, 4), 128: (16, 4, 8), 256: (16, 8, 8)}
+
+
+def _mapped(config: Config, D: int) -> Config:
+    """The row for keys that come mapped, as it is where D of them are mapped on chip."""
+    size = power_of_two(D)
+    if config.fused:
+        return config._replace(features=size)
+    chunk, invert_warps, chunk_warps = next(row for keys, row in _MAPPED.items() if keys >= D)
+    return config._replace(
+        chunk=min(chunk, config.chunk), features=size, invert_warps=invert_warps, chunk_warps=chunk_warps
+    )
+
+
+def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int, features: Features = PLAIN) -> Config:
     """The shipped configuration for keys of size D, values of size M, and `walks` pairs of sequence and head."""
     config = next(row for (keys, values), row in TABLE[dtype].items() if keys >= D and values >= M)
+    if features.map:
+        config = _mapped(config, D)
     # A transition between groups is D x D and has to fit on chip.
     if walks > FEW or T < LONG or D > 128:
         return config
@@ -119,18 +140,18 @@ def group_length(T: int, cu_seqlens: Tensor | None, config: Config) -> int:
 
 
 def kept_shapes(
-    q: Tensor, v: Tensor, e: Tensor | None, cu_seqlens: Tensor | None, keep: bool, config: Config
+    shape: tuple[int, ...], M: int, erase: bool, cu_seqlens: Tensor | None, keep: bool, config: Config
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the states before each chunk and of the chunks' inverses, one slot a chunk; no slots where not kept.
 
-    With packed sequences the number of chunks hangs on their lengths; the number of slots bounds it.
+    `shape` is (B, T, H, D) with the D of mapped keys. With packed sequences the number of chunks hangs on their lengths; the number of slots bounds it.
     """
-    (B, T, H, D), M, C = q.shape, v.shape[3], config.chunk
+    (B, T, H, D), C = shape, config.chunk
     if groups := number_of_groups(T, cu_seqlens, config):
         slots = B * T // C + B * groups
     else:
         slots = B * -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.numel() - 1
-    inverses = e is not None and (keep or bool(config.prepared))
+    inverses = erase and (keep or bool(config.prepared))
     return (slots if keep else 0, H, M, D), (slots if inverses else 0, H, C, C)
 
 

@@ -26,6 +26,7 @@ from fastweights.ops.backends.triton.configs import (
 from fastweights.ops.backends.triton.forward import invert_chunks, walk_forward
 from fastweights.ops.backends.triton.gradients import chunk_gradients
 from fastweights.ops.backends.triton.groups import scan_groups
+from fastweights.ops.features import PLAIN, Features
 
 Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
 Constants = dict[str, Any]
@@ -67,21 +68,29 @@ def _start(
 
 
 def _constants(
-    q: Tensor, M: int, gates: Gates, packed: bool, tied: bool, wide: torch.dtype, config: Config
+    q: Tensor, M: int, gates: Gates, packed: bool, tied: bool, wide: torch.dtype, config: Config, features: Features
 ) -> Constants:
     """The compile-time arguments that all kernels take."""
     a, e, w = gates
+    R = q.shape[3]
+    D = features.size(R)
     precision = PRECISIONS[config.precision]
     return {
         "H": q.shape[2],
-        "D": q.shape[3],
+        "R": R,
+        "D": D,
         "M": M,
         "C": config.chunk,
+        "BLOCK_R": power_of_two(R),
+        "BLOCK_D": power_of_two(D),
         "DECAY": a is not None,
         "ERASE": e is not None,
         "WRITE": w is not None,
         "TIED": tied,
         "PACKED": packed,
+        "MAP": features.map,
+        "SUM": bool(features.sum),
+        "LOGITS": bool(features.logits),
         "OPERAND": _TYPES[operand_dtype(q.dtype, wide, config)],
         "ACC": _TYPES[wide],
         "PRECISION": "ieee" if precision == "16-bit" else precision,
@@ -111,9 +120,21 @@ def _kind(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
 
 
-def _contiguous(gates: Gates) -> Gates:
+def _even(gates: Gates) -> tuple[Gates, tuple[int, int]]:
+    """The gates with the strides of tokens and heads that they all have, and those strides."""
+    strides = {_gate_strides(gate) for gate in gates if gate is not None}
+    if len(strides) == 1 and None not in strides:
+        return gates, strides.pop() or (0, 0)
     a, e, w = (None if gate is None else gate.contiguous() for gate in gates)
-    return a, e, w
+    heads = next((gate.shape[2] for gate in gates if gate is not None), 1)
+    return (a, e, w), (heads, 1)
+
+
+def _gate_strides(x: Tensor) -> tuple[int, int] | None:
+    """Those of tokens and heads of a gate (B, T, H) that can be read in place."""
+    batch, token, head = x.stride()
+    flat = x.shape[0] == 1 or batch == x.shape[1] * token
+    return (token, head) if flat and 0 <= token < 2**24 and 0 <= head < 2**31 else None
 
 
 def forward(
@@ -127,29 +148,31 @@ def forward(
     tied: bool,
     keep: bool,
     config: Config,
+    features: Features = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """y, the final W, and with `keep` each chunk's state and inverse, and the groups' transitions if there are any."""
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            return forward(q, k, v, gates, W, cu_seqlens, dtype, tied, keep, config)
-    q, k, v, W, gates = _addressable(q), _addressable(k), _addressable(v), W.contiguous(), _contiguous(gates)
+            return forward(q, k, v, gates, W, cu_seqlens, dtype, tied, keep, config, features)
+    q, k, v, W = _addressable(q), _addressable(k), _addressable(v), W.contiguous()
     length = group_length(q.shape[1], cu_seqlens, config)
     if length == 0:
-        return *_forward(q, k, v, gates, W, cu_seqlens, dtype, tied, keep, config), None
+        return *_forward(q, k, v, gates, W, cu_seqlens, dtype, tied, keep, config, features), None
 
-    (B, T, H, D), shape = q.shape, v.shape
+    (B, T, H, D), shape = (*q.shape[:3], W.shape[2]), v.shape
     bounds = _bounds(B, T, length, q.device)
     q, k, v, gates = _in_a_row(q), _in_a_row(k), _in_a_row(v), _gates_in_a_row(gates)
     groups = bounds.numel() - 1
     # What each group makes of no state, and of every unit vector.
-    nothing = v.new_zeros(D).expand(*q.shape)
+    nothing = v.new_zeros(D).expand(*q.shape[:3], D)
     unit = torch.eye(D, dtype=W.dtype, device=W.device).expand(groups, H, D, D).contiguous()
     zeros = W.new_zeros((groups, *W.shape[1:]))
-    only_state = (bounds, dtype, tied, False, config, False)
+    only_state = (bounds, dtype, tied, False, config, features, False)
     _, changes, _, inverses = _forward(q, k, v, gates, zeros, *only_state)
     _, transitions, _, _ = _forward(q, k, nothing, gates, unit, *only_state, inverses)
     starts = _scan(B, transitions, changes, W, back=False)
-    y, W_end, states, inverses = _forward(q, k, v, gates, starts, bounds, dtype, tied, keep, config, inverses=inverses)
+    rest = (bounds, dtype, tied, keep, config, features, True, inverses)
+    y, W_end, states, inverses = _forward(q, k, v, gates, starts, *rest)
     return y.view(shape), _one_of_each(B, W_end, -1), states, inverses, transitions
 
 
@@ -164,30 +187,31 @@ def _forward(
     tied: bool,
     keep: bool,
     config: Config,
+    features: Features,
     read: bool = True,
     inverses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One walk; before it, where they are wanted and not given, the inverses."""
-    (_, T, H, D), M, N = q.shape, v.shape[3], W.shape[0]
+    (_, T, H, R), M, (N, _, D, _) = q.shape, v.shape[3], W.shape
+    gates, gate_strides = _even(gates)
     a, e, w = gates
     y = _fresh(v, dtype) if read else v
     W_end = torch.empty_like(W)
     kept = operand_dtype(q.dtype, W.dtype, config)
-    kept_states, kept_inverses = kept_shapes(q, v, e, cu_seqlens, keep, config)
+    kept_states, kept_inverses = kept_shapes((*q.shape[:3], D), M, e is not None, cu_seqlens, keep, config)
     states = torch.empty(kept_states, dtype=kept, device=q.device)
     prepared = bool(config.prepared) and e is not None
     missing = inverses is None
     if inverses is None:
         inverses = torch.empty(kept_inverses, dtype=kept, device=q.device)
     block = min(config.columns, power_of_two(M))
-    strides = _strides(q, k, v)
+    strides = (*_strides(q, k, v), *gate_strides)
     kinds = (_kind(a), _kind(e), _kind(w), _kind(cu_seqlens))
-    depends_on = (q.device.index, q.dtype, dtype, W.dtype, kinds, H, D, M, strides, tied, read, config)
+    depends_on = (q.device.index, q.dtype, dtype, W.dtype, kinds, H, R, M, strides, tied, read, config, features)
 
     def constants() -> Constants:
         return {
-            **_constants(q, M, gates, cu_seqlens is not None, tied, W.dtype, config),
-            "BLOCK_D": power_of_two(D),
+            **_constants(q, M, gates, cu_seqlens is not None, tied, W.dtype, config, features),
             "BLOCK_M": block,
             "PREPARED": prepared,
             "READ": read,
@@ -198,7 +222,7 @@ def _forward(
     if prepared and missing:
         tensors = (k, a, e, cu_seqlens, inverses)
         blocks = {"BLOCK_D": min(config.features, power_of_two(D))}
-        scalars = (N, T, *strides[2:4])
+        scalars = (N, T, *strides[2:4], *gate_strides)
         grid, pace = inverses.shape[0] * H, (config.invert_warps, 1)
         _start(invert_chunks, depends_on, grid, tensors, scalars, lambda: constants() | blocks, pace)
     tensors = (q, k, v, a, e, w, W, cu_seqlens, y, W_end, states, inverses)
@@ -222,16 +246,18 @@ def backward(
     tied: bool,
     wide: torch.dtype,
     config: Config,
+    features: Features = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor, Gates, Tensor]:
     """Gradients of q, k, v, the gates and the initial W."""
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            return backward(dy, dW_end, q, k, v, gates, states, inverses, transitions, cu_seqlens, tied, wide, config)
-    q, k, v, dy, gates = _addressable(q), _addressable(k), _addressable(v), _addressable(dy), _contiguous(gates)
-    rest = (states, inverses)
+            rest = (states, inverses, transitions, cu_seqlens, tied, wide, config, features)
+            return backward(dy, dW_end, q, k, v, gates, *rest)
+    q, k, v, dy = _addressable(q), _addressable(k), _addressable(v), _addressable(dy)
+    kept = (states, inverses)
     length = group_length(q.shape[1], cu_seqlens, config)
     if length == 0:
-        return _backward(dy, dW_end, q, k, v, gates, *rest, cu_seqlens, tied, wide, config)
+        return _backward(dy, dW_end, q, k, v, gates, *kept, cu_seqlens, tied, wide, config, features)
 
     assert transitions is not None
     (B, T, _, _), sizes = q.shape, (q.shape, k.shape, v.shape)
@@ -239,9 +265,9 @@ def backward(
     inputs = (_in_a_row(q), _in_a_row(k), _in_a_row(v), _gates_in_a_row(gates))
     dy = _in_a_row(dy)
     # What each group makes of no gradient, then the gradients between groups, then everything.
-    *_, changes = _backward(dy, None, *inputs, *rest, bounds, tied, wide, config, only_state=True)
+    *_, changes = _backward(dy, None, *inputs, *kept, bounds, tied, wide, config, features, only_state=True)
     ends = _scan(B, transitions, changes, dW_end, back=True)
-    dq, dk, dv, grads, dW = _backward(dy, ends, *inputs, *rest, bounds, tied, wide, config)
+    dq, dk, dv, grads, dW = _backward(dy, ends, *inputs, *kept, bounds, tied, wide, config, features)
     dq, dk, dv = (x.view(size) for x, size in zip((dq, dk, dv), sizes, strict=True))
     da, de, dw = (None if grad is None else grad.view(B, T, -1) for grad in grads)
     return dq, dk, dv, (da, de, dw), _one_of_each(B, dW, 0)
@@ -300,14 +326,16 @@ def _backward(
     tied: bool,
     wide: torch.dtype,
     config: Config,
+    features: Features,
     only_state: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Gates, Tensor]:
     """One walk back, and unless it is `only_state` that counts, the gradients inside chunks."""
-    (B, T, H, D), M = q.shape, v.shape[3]
-    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    (B, T, H, R), M = q.shape, v.shape[3]
+    N, D = B if cu_seqlens is None else cu_seqlens.numel() - 1, features.size(R)
+    gates, gate_strides = _even(gates)
     a, e, w = gates
     dq, dk, dv = _fresh(q), _fresh(k), _fresh(v)
-    da, de, dw = (None if gate is None else torch.empty_like(gate) for gate in gates)
+    da, de, dw = (None if gate is None else _fresh(gate) for gate in gates)
     dW = torch.empty((N, H, D, M), dtype=wide, device=q.device)
     final = dW if dW_end is None else dW_end.contiguous()
     fused = bool(config.fused) and not only_state
@@ -316,15 +344,14 @@ def _backward(
     dright = _fresh(v, states.dtype) if separate else dv
     dstates = states if fused else torch.empty_like(states)
     block = power_of_two(M) if fused else min(config.columns, power_of_two(M))
-    strides = _strides(q, k, v, dy)
+    strides = (*_strides(q, k, v, dy), *gate_strides)
     kinds = (_kind(a), _kind(e), _kind(w), _kind(cu_seqlens))
-    depends_on = (q.device.index, q.dtype, dy.dtype, wide, kinds, H, D, M, strides, tied, only_state, config)
+    depends_on = (q.device.index, q.dtype, dy.dtype, wide, kinds, H, R, M, strides, tied, only_state, config, features)
     inputs = (q, k, v, a, e, w, cu_seqlens, states, inverses, dy)
 
     def constants() -> Constants:
         return {
-            **_constants(q, M, gates, cu_seqlens is not None, tied, wide, config),
-            "BLOCK_D": power_of_two(D),
+            **_constants(q, M, gates, cu_seqlens is not None, tied, wide, config, features),
             "BLOCK_M": block,
             "FUSED": fused,
             "RIGHT": separate,

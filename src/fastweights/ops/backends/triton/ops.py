@@ -23,6 +23,7 @@ from fastweights.ops.backends.triton.configs import (
     number_of_groups,
     operand_dtype,
 )
+from fastweights.ops.features import PLAIN, Features
 
 
 @cache
@@ -46,28 +47,33 @@ def walk(
     tied: bool,
     keep: bool,
     config: Sequence[int],
+    features: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y in `dtype`, the final W, and with `keep` the chunks' states (slots, H, M, D) and inverses (slots, H, C, C).
 
-    Last the groups' transitions (groups, H, D, D). With `tied` the write gate is the erase gate, and w is None.
+    Last the groups' transitions (groups, H, D, D). With `tied` the write gate is the erase gate, and w is None. The
+    `Features` are those that q and k do not have yet.
     """
     from fastweights.ops.backends.triton import self_check
 
     # Whatever traced the call could not check the kernels: it had no numbers.
-    kind = self_check.Kind.of(q, v, (a, e, w), tied, cu_seqlens, Config(*config))
+    maps = Features(*features)
+    kind = self_check.Kind.of(q, v, (a, e, w), tied, cu_seqlens, Config(*config), maps)
     if reason := self_check.refusal(kind, q.shape[2], q.device):
         raise RuntimeError(f"{reason}; compile again with FASTWEIGHTS_BACKEND=chunked")
-    *result, transitions = _launch().forward(q, k, v, (a, e, w), W, cu_seqlens, dtype, tied, keep, Config(*config))
+    rest = (W, cu_seqlens, dtype, tied, keep, Config(*config), maps)
+    *result, transitions = _launch().forward(q, k, v, (a, e, w), *rest)
     return *result, W.new_empty((0, *W.shape[1:3], W.shape[2])) if transitions is None else transitions
 
 
 @walk.register_fake
-def _(q, k, v, a, e, w, W, cu_seqlens, dtype, tied, keep, config):  # type: ignore[no-untyped-def]
-    config = Config(*config)
+def _(q, k, v, a, e, w, W, cu_seqlens, dtype, tied, keep, config, features):  # type: ignore[no-untyped-def]
+    config, (_, H, D, M) = Config(*config), W.shape
     kept = operand_dtype(q.dtype, W.dtype, config)
-    states, inverses = (q.new_empty(shape, dtype=kept) for shape in kept_shapes(q, v, e, cu_seqlens, keep, config))
+    shapes = kept_shapes((*q.shape[:3], D), M, e is not None, cu_seqlens, keep, config)
+    states, inverses = (q.new_empty(shape, dtype=kept) for shape in shapes)
     groups = q.shape[0] * number_of_groups(q.shape[1], cu_seqlens, config)
-    transitions = W.new_empty((groups, q.shape[2], q.shape[3], q.shape[3]))
+    transitions = W.new_empty((groups, H, D, D))
     return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), states, inverses, transitions
 
 
@@ -88,24 +94,26 @@ def walk_backward(
     tied: bool,
     wide: torch.dtype,
     config: Sequence[int],
+    features: Sequence[int],
 ) -> list[Tensor]:
     """Gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
-    arguments = dy, dW, q, k, v, (a, e, w), states, inverses, transitions, cu_seqlens, tied, wide, Config(*config)
-    dq, dk, dv, gates, dW = _launch().backward(*arguments)
+    rest = (states, inverses, transitions, cu_seqlens, tied, wide, Config(*config), Features(*features))
+    dq, dk, dv, gates, dW = _launch().backward(dy, dW, q, k, v, (a, e, w), *rest)
     return [dq, dk, dv, *(gate for gate in gates if gate is not None), dW]
 
 
 @walk_backward.register_fake
-def _(dy, dW, q, k, v, a, e, w, states, inverses, transitions, cu_seqlens, tied, wide, config):  # type: ignore[no-untyped-def]
+def _(dy, dW, q, k, v, a, e, w, states, inverses, transitions, cu_seqlens, tied, wide, config, features):  # type: ignore[no-untyped-def]
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     grads = [x.new_empty(x.shape) for x in (q, k, v, a, e, w) if x is not None]
-    return [*grads, q.new_empty((N, q.shape[2], q.shape[3], v.shape[3]), dtype=wide)]
+    D = Features(*features).size(q.shape[3])
+    return [*grads, q.new_empty((N, q.shape[2], D, v.shape[3]), dtype=wide)]
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, a, e, w, W, cu_seqlens, dtype, tied, _, config = inputs
+    q, k, v, a, e, w, W, cu_seqlens, dtype, tied, _, config, features = inputs
     ctx.save_for_backward(q, k, v, a, e, w, *output[2:], cu_seqlens)
-    ctx.tied, ctx.config, ctx.dtype, ctx.wide = tied, config, dtype, W.dtype
+    ctx.dtype, ctx.rest = dtype, (tied, W.dtype, config, features)
     # Zeros for the gradients of states nobody asked about would be written and read for nothing.
     ctx.set_materialize_grads(False)
 
@@ -115,10 +123,10 @@ def _backward(ctx, dy, dW, *_):  # type: ignore[no-untyped-def]
     a, e, w, *_ = saved
     if dy is None:
         dy = v.new_zeros(v.shape, dtype=ctx.dtype)
-    grads = iter(walk_backward(dy, dW, q, k, v, *saved, cu_seqlens, ctx.tied, ctx.wide, ctx.config))
+    grads = iter(walk_backward(dy, dW, q, k, v, *saved, cu_seqlens, *ctx.rest))
     dq, dk, dv = next(grads), next(grads), next(grads)
     da, de, dw = (None if gate is None else next(grads) for gate in (a, e, w))
-    return dq, dk, dv, da, de, dw, next(grads), None, None, None, None, None
+    return dq, dk, dv, da, de, dw, next(grads), None, None, None, None, None, None
 
 
 walk.register_autograd(_backward, setup_context=_setup_context)
@@ -129,10 +137,11 @@ class _Walk(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, a, e, w, W, cu_seqlens, dtype, tied, config = inputs
-        y, W_end, *kept = _launch().forward(q, k, v, (a, e, w), W, cu_seqlens, dtype, tied, keep=True, config=config)
+        q, k, v, a, e, w, W, cu_seqlens, dtype, tied, config, features = inputs
+        rest = (W, cu_seqlens, dtype, tied, True, config, features)
+        y, W_end, *kept = _launch().forward(q, k, v, (a, e, w), *rest)
         ctx.save_for_backward(q, k, v, a, e, w, *kept, cu_seqlens)
-        ctx.rest = tied, W.dtype, config, dtype
+        ctx.dtype, ctx.rest = dtype, (tied, W.dtype, config, features)
         ctx.set_materialize_grads(False)
         return y, W_end
 
@@ -140,11 +149,10 @@ class _Walk(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, a, e, w, *kept, cu_seqlens = ctx.saved_tensors
-        tied, wide, config, dtype = ctx.rest
         if dy is None:
-            dy = v.new_zeros(v.shape, dtype=dtype)
-        dq, dk, dv, gates, dW = _launch().backward(dy, dW, q, k, v, (a, e, w), *kept, cu_seqlens, tied, wide, config)
-        return dq, dk, dv, *gates, dW, None, None, None, None
+            dy = v.new_zeros(v.shape, dtype=ctx.dtype)
+        dq, dk, dv, gates, dW = _launch().backward(dy, dW, q, k, v, (a, e, w), *kept, cu_seqlens, *ctx.rest)
+        return dq, dk, dv, *gates, dW, None, None, None, None, None
 
 
 def _plain(q: Tensor) -> bool:
@@ -162,19 +170,21 @@ def recurrence(
     W: Tensor,
     cu_seqlens: Tensor | None,
     dtype: torch.dtype,
+    features: Features = PLAIN,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The walk as `ops.family.Recurrence` has it."""
+    """The walk as `ops.family.Recurrence` has it; with `features`, from raw keys, queries and gates."""
     # The delta rule erases and writes with one gate: one to read, and one gradient instead of two and their sum.
     tied = e is not None and e is w
     inputs = (q, k, v, a, e, None if tied else w, W)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    config = config or configuration(q.shape[3], v.shape[3], q.dtype, W.shape[0] * q.shape[2], q.shape[1])
+    N, H, D, M = W.shape
+    config = config or configuration(D, M, q.dtype, N * H, q.shape[1], features)
     if not _plain(q):
-        y, W, *_ = walk(*inputs, cu_seqlens, dtype, tied, keep, config)
+        y, W, *_ = walk(*inputs, cu_seqlens, dtype, tied, keep, config, features)
     elif keep:
-        y, W = _Walk.apply(*inputs, cu_seqlens, dtype, tied, config)
+        y, W = _Walk.apply(*inputs, cu_seqlens, dtype, tied, config, features)
     else:
         a, e, w = inputs[3:6]
-        y, W, *_ = _launch().forward(q, k, v, (a, e, w), W, cu_seqlens, dtype, tied, False, config)
+        y, W, *_ = _launch().forward(q, k, v, (a, e, w), W, cu_seqlens, dtype, tied, False, config, features)
     return y, W

@@ -57,9 +57,12 @@ def load_rows(x, rows, left, columns, stride, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_gate(x, rows, left, stride, filler: tl.constexpr, ACC: tl.constexpr):
-    """One gate of a chunk; `filler` past the sequence's end, so that nothing changes there."""
-    return tl.load(x + rows * stride, rows < left, filler).to(ACC)
+def load_gate(x, rows, left, stride, filler: tl.constexpr, LOGITS: tl.constexpr, ACC: tl.constexpr):
+    """One gate of a chunk, or from `LOGITS`; `filler` past the sequence's end, so that nothing changes there."""
+    gate = tl.load(x + rows * stride, rows < left, filler).to(ACC)
+    if LOGITS:
+        gate = tl.where(rows < left, 1.0 / (1.0 + tl.exp(-gate)), filler)
+    return gate
 
 
 @triton.jit

@@ -22,8 +22,17 @@ import torch
 from torch import Tensor
 
 from fastweights.files import write_atomically
-from fastweights.ops.backends.triton.configs import LEAST_CHUNKS, LEAST_GROUPS, LONG, TABLE, Config, configuration
-from fastweights.ops.chunked import chunk_length, chunked, chunked_backward
+from fastweights.ops.backends.triton.configs import (
+    FEW,
+    LEAST_CHUNKS,
+    LEAST_GROUPS,
+    LONG,
+    TABLE,
+    Config,
+    configuration,
+)
+from fastweights.ops import chunked
+from fastweights.ops.features import PLAIN, Features
 
 ENVIRONMENT = "FASTWEIGHTS_SELF_CHECK"
 
@@ -34,7 +43,10 @@ Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Kind(NamedTuple):
-    """What decides which kernels run. `decay`, `erase` and `write` say which coefficients are there."""
+    """What decides which kernels run. `decay`, `erase` and `write` say which coefficients are there.
+
+    D is the size of the keys as they are given, before the map of `features`.
+    """
 
     dtype: torch.dtype
     D: int
@@ -45,23 +57,34 @@ class Kind(NamedTuple):
     tied: bool
     packed: bool
     config: Config
+    features: Features = PLAIN
 
     @classmethod
-    def of(cls, q: Tensor, v: Tensor, gates: Gates, tied: bool, cu_seqlens: Tensor | None, config: Config) -> Kind:
+    def of(
+        cls,
+        q: Tensor,
+        v: Tensor,
+        gates: Gates,
+        tied: bool,
+        cu_seqlens: Tensor | None,
+        config: Config,
+        features: Features,
+    ) -> Kind:
         """The kind of a call."""
         a, e, w = (gate is not None for gate in gates)
-        return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, cu_seqlens is not None, config)
+        return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, cu_seqlens is not None, config, features)
 
     def __str__(self) -> str:
         named = {"decay": self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
         gates = ", ".join(name for name, there in named.items() if there) or "no gates"
         form = ", packed" if self.packed else ", in groups" if self.config.groups else ""
-        return f"{str(self.dtype)[6:]}, D = {self.D}, M = {self.M}, {gates}{form}, chunk {self.config.chunk}"
+        features = self.features.describe(self.D)
+        return f"{str(self.dtype)[6:]}, {features}, M = {self.M}, {gates}{form}, chunk {self.config.chunk}"
 
     @property
     def key(self) -> str:
         """Its name on disk."""
-        return f"{self} {'-'.join(map(str, self.config))}"
+        return f"{self} {'-'.join(map(str, self.config + self.features))}"
 
 
 class Verdict(NamedTuple):
@@ -172,40 +195,60 @@ def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
         return torch.rand(B, T, H, generator=generator, device=device, dtype=wide) if there else None
 
     q, v = normal(B, T, H, D), normal(B, T, H, M)
-    k = torch.nn.functional.normalize(normal(B, T, H, D, dtype=torch.float32), dim=-1).to(kind.dtype)
+    k = normal(B, T, H, D)
+    if not kind.features.sum:
+        k = torch.nn.functional.normalize(k.float(), dim=-1).to(kind.dtype)
     a, e, w = uniform(kind.decay), uniform(kind.erase), uniform(kind.write)
     if a is not None:
         a = (0.8 + 0.2 * a).index_fill(1, torch.tensor([C // 2, 2 * C], device=device), 0.0)
+    if kind.features.logits:
+        a, e, w = (None if gate is None else gate.logit(1e-4) for gate in (a, e, w))
     # Also a sequence without tokens, and one that ends inside a chunk.
     bounds = torch.tensor([0, C + 3, C + 3, T], device=device) if kind.packed else None
-    W = 0.3 * normal(3 if kind.packed else B, H, D, M, dtype=wide)
+    W = 0.3 * normal(3 if kind.packed else B, H, kind.features.size(D), M, dtype=wide)
     dy, dW = normal(B, T, H, M), normal(*W.shape, dtype=wide)
 
-    y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, kind.dtype, kind.tied, True, kind.config)
-    grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, kind.tied, wide, kind.config)
+    y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, kind.dtype, kind.tied, True, kind.config, kind.features)
+    grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, kind.tied, wide, kind.config, kind.features)
     ours = [y, W_end, *grads[:3], *(gate for gate in grads[3] if gate is not None), grads[4]]
-
-    exact = [None if x is None else x.double() for x in (q, k, v, a, e, e if kind.tied else w, W)]
-    length = chunk_length(D, M)
-    y, W_end, before = chunked(*exact, bounds, torch.float64, length, True)
-    want = [y, W_end, *chunked_backward(dy.double(), dW.double(), *exact[:6], before, bounds, length)]
-    if kind.tied:
-        # One gate, two coefficients: its gradient is the sum of theirs.
-        want[-3:-1] = [want[-3] + want[-2]]
+    want = _exact(kind, (q, k, v, a, e, w, W), bounds, dy, dW)
     gates = [name for name, gate in (("decay", a), ("erase", e), ("write", w)) if gate is not None]
     names = ["y", "W", "dq", "dk", "dv", *(f"d{name}" for name in gates), "dW"]
     found = torch.stack([(a.double() - b).norm() / b.norm() for a, b in zip(ours, want, strict=True)])
     return dict(zip(names, found.nan_to_num(float("inf")).tolist(), strict=True))
 
 
+def _exact(
+    kind: Kind, inputs: tuple[Tensor | None, ...], bounds: Tensor | None, dy: Tensor, dW: Tensor
+) -> list[Tensor]:
+    """y, W and the gradients of what is there, in float64 by plain PyTorch."""
+    q, k, v, a, e, w, W = (None if x is None else x.detach().double() for x in inputs)
+    there = [x for x in (q, k, v, a, e, w, W) if x is not None]
+    with torch.enable_grad():
+        for x in there:
+            x.requires_grad_()
+        assert q is not None and k is not None
+        maps = kind.features
+        a, e, w = (None if gate is None else maps.gate(gate) for gate in (a, e, w))
+        y, W_end = chunked.recurrence(maps.of(q), maps.of(k), v, a, e, e if kind.tied else w, W, bounds, torch.float64)
+        grads = torch.autograd.grad([y, W_end], there, [dy.double(), dW.double()])
+    return [y, W_end, *grads]
+
+
 def shipped() -> Iterator[Kind]:
-    """Every row of the table, with the delta rule, in groups, and packed with the gated delta rule."""
+    """Every row of the table, with the delta rule, in groups, and packed with the gated delta rule; then fused maps."""
     for dtype, rows in TABLE.items():
         for (D, M), config in rows.items() if dtype in LIMITS else ():
             grouped = configuration(D, M, dtype, 1, LONG)
             for row in (config,) if config == grouped else (config, grouped):
                 yield Kind(dtype, D, M, False, True, False, True, False, row)
             yield Kind(dtype, D, M, True, True, False, True, True, config)
+    # The paper's heads, and those with the most features that are mapped on chip.
+    for dtype in LIMITS:
+        for d, name, nu in ((16, "elu", 0), (32, "elu", 0), *((d, "dpfp", nu) for d in (16, 32) for nu in (1, 2, 3))):
+            features = Features.named(name, nu, sum=True, logits=True)
+            config = configuration(features.size(d), d, dtype, FEW + 1, 1, features)
+            yield Kind(dtype, d, d, False, True, False, True, False, config, features)
 
 
 @cache
