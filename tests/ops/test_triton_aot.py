@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from fastweights.ops.backends.triton import launch  # noqa: E402
+from fastweights.ops.backends.triton import launch, one_token  # noqa: E402
 
 # Bytes of shared memory that one block may ask for.
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
@@ -145,3 +145,15 @@ def test_compiles_gated_and_packed(monkeypatch, dtype, D, M, config):
 def test_compiles_with_feature_maps(monkeypatch, dtype, d, features):
     config = configuration(features.size(d), d, dtype, 999, 256, features)
     check(launches(monkeypatch, dtype, d, d, config, gated=False, features=features), 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "D", "M"), [(torch.bfloat16, 32, 32), (torch.float16, 512, 256)])
+def test_one_token_compiles(monkeypatch, dtype, D, M):
+    calls: list[Any] = []
+    monkeypatch.setattr(one_token, "take_step", Recorder(one_token.take_step, calls))
+    q, v = (torch.empty(2, 1, 8, n, dtype=dtype, device="meta") for n in (D, M))
+    gate = torch.empty(2, 1, 8, device="meta")
+    one_token.step(q, q, v, (gate, gate, None), None, None, dtype, True, True, False, Features(logits=1))
+    check(calls, 90)
+    assert len(calls) == 1

@@ -187,7 +187,7 @@ def test_the_layer_is_the_same(rule, normalization, monkeypatch):
 def test_where_it_does_not_apply():
     def reason(rule: str, d: int = 8, nu: int = 1, attention: bool = False, backend: str = "auto") -> str | None:
         features = Features.named("dpfp", nu, True, True)
-        x, gate = torch.zeros(1, 1, 1, d), torch.zeros(1, 1, 1)
+        x, gate = torch.zeros(1, 2, 1, d), torch.zeros(1, 2, 1)
         W = torch.zeros(1, 1, features.size(d), d)
         gates = dict.fromkeys(RULES[rule].gates, gate)
         z = W[..., 0] if attention else None

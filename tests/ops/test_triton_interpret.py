@@ -17,6 +17,7 @@ from fastweights.ops import chunked, family, reference
 from fastweights.ops.backends.triton import BACKEND, configs
 from fastweights.ops.backends.triton.configs import HALF, Config, configuration, group_length
 from fastweights.ops.backends.triton.ops import recurrence, walk
+from fastweights.ops.features import PLAIN
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
@@ -217,7 +218,7 @@ def test_as_a_custom_op(kernels):
     for x in (q, k, v, W):
         x.requires_grad_()
     torch.use_deterministic_algorithms(False)
-    arguments = (q, k, v, None, beta, None, W, None, torch.float64, True, True, list(kernels))
+    arguments = (q, k, v, None, beta, None, W, None, torch.float64, True, True, list(kernels), list(PLAIN))
     torch.library.opcheck(walk, arguments)
 
 
@@ -227,7 +228,21 @@ def test_as_a_custom_op_in_groups(monkeypatch):
     monkeypatch.setattr(configs, "LEAST_GROUPS", 2)
     q, v, W = (torch.randn(shape, dtype=torch.float64) for shape in [(1, 20, 1, 8), (1, 20, 1, 8), (1, 1, 8, 8)])
     torch.use_deterministic_algorithms(False)
-    arguments = (q, q, v, None, None, None, W, None, torch.float64, False, True, list(SPLIT._replace(groups=2)))
+    arguments = (
+        q,
+        q,
+        v,
+        None,
+        None,
+        None,
+        W,
+        None,
+        torch.float64,
+        False,
+        True,
+        list(SPLIT._replace(groups=2)),
+        list(PLAIN),
+    )
     torch.library.opcheck(walk, arguments, test_utils=("test_faketensor", "test_schema"))
 
 

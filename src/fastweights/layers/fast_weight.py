@@ -111,12 +111,17 @@ class FastWeightAttention(nn.Module):
         x = check_input(x, self.d_model, mask)
         return self._attend(x, state, mask, cu_seqlens, self.feature_map)
 
-    def step(self, x: Tensor, state: FastWeightState | None = None) -> tuple[Tensor, FastWeightState]:
-        """One token: x (B, d_model) -> y (B, d_model), state. Memory and time do not grow with the tokens seen."""
+    def step(
+        self, x: Tensor, state: FastWeightState | None = None, in_place: bool = False
+    ) -> tuple[Tensor, FastWeightState]:
+        """One token: x (B, d_model) -> y (B, d_model), state. Memory and time do not grow with the tokens seen.
+
+        With `in_place` the given state may be overwritten by the one that is returned.
+        """
         x = check_token(x, self.d_model)
         # Random features stay as they are: a memory can only be read with the features it was written with.
         same_features = lambda q, k: (self.feature_map.map(q), self.feature_map.map(k))  # noqa: E731
-        y, state = self._attend(x, state, None, None, same_features)
+        y, state = self._attend(x, state, None, None, same_features, in_place)
         return y.squeeze(1), state
 
     def _attend(
@@ -126,6 +131,7 @@ class FastWeightAttention(nn.Module):
         mask: Tensor | None,
         cu_seqlens: Tensor | None,
         phi: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        in_place: bool = False,
     ) -> tuple[Tensor, FastWeightState]:
         q, k, v, *gates = self.project(x).unflatten(-1, (self.n_heads, -1)).split(self.sizes, -1)
         q = q if self.project_queries else x.unflatten(-1, (self.n_heads, -1))
@@ -146,6 +152,7 @@ class FastWeightAttention(nn.Module):
             backend=self.backend,
             mask=mask,
             features=self.features if fused and self.features is not None else PLAIN,
+            in_place=in_place,
         )
         y = self.out(y.flatten(-2) * self.output_scale)
         return y if mask is None else y.masked_fill(~mask.unsqueeze(-1), 0), state

@@ -40,7 +40,7 @@ class Recurrence(Protocol):
 def run(problem: Problem, recurrence: Recurrence) -> tuple[Tensor, Tensor, Tensor | None]:
     """y, final W and z of a rule of the family."""
     q, k, v, W, z, packed = problem.q, problem.k, problem.v, problem.W, problem.z, problem.cu_seqlens
-    a, e, w = _coefficients(problem)
+    a, e, w = coefficients(problem)
     if z is None:
         y, W = recurrence(q, k, v, a, e, w, W, packed, q.dtype)
         return y, W, None
@@ -72,7 +72,7 @@ class _Logit:
         return _Logit(-self.x)
 
 
-def _coefficients(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def coefficients(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """a, e and w, or their logits where the gates are logits; one and the same tensor where two are one gate."""
     assert problem.rule.coefficients is not None
     if problem.features.logits:

@@ -33,6 +33,7 @@ def fast_weight_memory(
     backend: str = "auto",
     mask: Tensor | None = None,
     features: Features = PLAIN,
+    in_place: bool = False,
 ) -> tuple[Tensor, FastWeightState]:
     """Write each value under its key and read with each query, step by step: Eqs. 17-19 and 20-28 of the paper.
 
@@ -58,6 +59,7 @@ def fast_weight_memory(
 
                 q, k = sum_normalize(dpfp(q, nu=3)), sum_normalize(dpfp(k, nu=3))
                 fast_weight_memory(q, k, v, beta=beta.float().sigmoid(), ...)
+        in_place: the given state is not needed any more, and may be overwritten by the one that is returned.
 
     Returns:
         y (B, T, H, M) in the dtype of q, and the state after the last step (float32 for 16-bit inputs).
@@ -69,7 +71,7 @@ def fast_weight_memory(
     _check_packing(q, cu_seqlens, mask)
     D = features.size(q.shape[3])
     W, z = _initial_state(q, D, v, state, normalization == "attention", cu_seqlens)
-    problem = Problem(rule, q, k, v, gates, W, z, cu_seqlens, mask, features)
+    problem = Problem(rule, q, k, v, gates, W, z, cu_seqlens, mask, features, in_place)
     y, W, z = backends.run(problem if mask is None else _masked(problem.mapped(), mask), backend)
     return y, FastWeightState(W, z)
 

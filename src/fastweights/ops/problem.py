@@ -23,7 +23,7 @@ class Problem:
     N is B, or the number of packed sequences. z is there exactly when attention normalisation is asked for. Where
     `mask` (B, T) is False, q, k and v are zero and the gates say "change nothing" already; only a rule outside the
     family has to look at it. q, k and the gates may be raw: `features` are what they have to go through first, and D is
-    the size they have then.
+    the size they have then. With `in_place` the memory of W and z may be used again for what they become.
     """
 
     rule: Rule
@@ -36,6 +36,7 @@ class Problem:
     cu_seqlens: Tensor | None = None
     mask: Tensor | None = None
     features: Features = PLAIN
+    in_place: bool = False
 
     def mapped(self) -> Problem:
         """The same with keys, queries and gates as they go into the memory."""

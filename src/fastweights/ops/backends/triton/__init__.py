@@ -8,12 +8,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastweights.ops import family
 from fastweights.ops.backends.base import Backend
 from fastweights.ops.backends.triton import self_check
 from fastweights.ops.backends.triton.configs import FEW, LARGEST_D, LARGEST_M, LARGEST_MAPPED, LONG, configuration
-from fastweights.ops.backends.triton.ops import recurrence
+from fastweights.ops.backends.triton.ops import recurrence, step, takes_step
 from fastweights.ops.problem import Problem
 
 CAPABILITY = (8, 0)
@@ -57,8 +58,10 @@ for _function in (interpreted, unavailable):
 def why_unfused(problem: Problem) -> str | None:
     """Why the features of the problem have to be computed before the kernels run."""
     rule, D = problem.rule, problem.W.shape[2]
-    if problem.features.map and D > LARGEST_MAPPED:
+    if problem.features.map and D > LARGEST_MAPPED and not takes_step(problem):
         return f"phi has D = {D} features, and up to {LARGEST_MAPPED} are computed inside the kernels"
+    if takes_step(problem):
+        return None
     if problem.z is not None and any(erase for _, _, erase, _, _ in family.parts(problem)):
         return f"attention normalisation of rule {rule.name!r} divides a gate by what the keys give"
     return None
@@ -95,23 +98,32 @@ def _unproven(problem: Problem) -> str | None:
     packed, walks, long = problem.cu_seqlens is not None, min(N * H, FEW + 1), min(q.shape[1], LONG)
     key = (
         *(problem.rule.coefficients, q.dtype, q.device, H, D, M, problem.z is None, packed, walks, long == LONG),
-        features,
+        *(features, one := takes_step(problem)),
     )
     if key not in _decided:
-        _decided[key] = None
-        for part in family.parts(problem):
-            config = configuration(D, part[0], q.dtype, walks, long, features)
-            kind = self_check.Kind(q.dtype, q.shape[3], *part, packed, config, features)
-            if reason := self_check.refusal(kind, H, q.device):
-                _decided[key] = reason
-                break
+        kinds: list[self_check.AnyKind] = []
+        if one:
+            kinds.append(self_check.StepKind.of_problem(problem))
+        else:
+            for part in family.parts(problem):
+                config = configuration(D, part[0], q.dtype, walks, long, features)
+                kinds.append(self_check.Kind(q.dtype, q.shape[3], *part, packed, config, features))
+        reasons = (self_check.refusal(kind, H, q.device) for kind in kinds)
+        _decided[key] = next((reason for reason in reasons if reason), None)
     return _decided[key]
+
+
+def run(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y, W and z."""
+    if takes_step(problem):
+        return step(problem)
+    return family.run(problem, partial(recurrence, features=problem.features))
 
 
 BACKEND = Backend(
     name="triton",
     description="fused GPU kernels, states on chip: rules of the family, CUDA 8.0 and up, O(T/C) states kept",
-    run=lambda problem: family.run(problem, partial(recurrence, features=problem.features)),
+    run=run,
     refuses=refuses,
     unavailable=unavailable,
 )

@@ -78,6 +78,7 @@ def walk_backward(
     RIGHT: tl.constexpr,
     MAP: tl.constexpr,
     SUM: tl.constexpr,
+    GATHER: tl.constexpr,
     LOGITS: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
@@ -106,8 +107,12 @@ def walk_backward(
         gate_out = token * H + head
         q_at = q + token * q_token + head * q_head
         k_at = k + token * k_token + head * k_head
-        q_, q_t = load_features(q_at, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, OPERAND, ACC, PRECISION)
-        k_, k_t = load_features(k_at, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, OPERAND, ACC, PRECISION)
+        q_, q_t = load_features(
+            q_at, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        )
+        k_, k_t = load_features(
+            k_at, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        )
         dy_ = load_rows(dy + token * dy_token + head * dy_head, rows, left, m, dy_token, M)
         dy_t = tl.trans(dy_)
         state_at = (slot * H + head) * D * M + m[:, None] * D + d[None, :]
@@ -173,7 +178,7 @@ def walk_backward(
             key_at = gate_out * R
             store_key_gradients(
                 dq + key_at, dk + key_at, dq_t, dk_, q_at, k_at, rows, left, d, q_token, k_token,
-                H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, OPERAND, ACC, PRECISION,
+                H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION,
             )  # fmt: skip
             if ERASE:
                 de_ = derase - fade * recalled

@@ -24,7 +24,8 @@ class Config(NamedTuple):
     come from a launch of their own, over chunks side by side. With `fused` the walk back computes every gradient;
     otherwise a second launch over chunks does, whose programs take `features` of D at a time. `stages` is how far loads
     run ahead in a walk. `precision` and `solve` are how products and how the triangular inverse are formed. Long
-    sequences are cut into `groups` that walk side by side, where that is not 0.
+    sequences are cut into `groups` that walk side by side, where that is not 0. With `gather`
+    DPFP loads the factors of every feature, else it takes them from a tile by products.
     """
 
     chunk: int
@@ -41,6 +42,7 @@ class Config(NamedTuple):
     chunk_warps: int
     features: int
     groups: int = 0
+    gather: int = 0
 
 
 def _fused(chunk: int, columns: int, precision: int, solve: int, warps: int, stages: int) -> Config:
@@ -106,12 +108,12 @@ _MAPPED = {32: (16, 1, 2), 64: (32, 2, 4), 128: (16, 4, 8), 256: (16, 8, 8)}
 def _mapped(config: Config, D: int) -> Config:
     """The row for keys that come mapped, as it is where D of them are mapped on chip."""
     size = power_of_two(D)
+    # Products of three parts are much code for picking entries.
+    config = config._replace(features=size, gather=int(config.precision != HALF))
     if config.fused:
-        return config._replace(features=size)
+        return config
     chunk, invert_warps, chunk_warps = next(row for keys, row in _MAPPED.items() if keys >= D)
-    return config._replace(
-        chunk=min(chunk, config.chunk), features=size, invert_warps=invert_warps, chunk_warps=chunk_warps
-    )
+    return config._replace(chunk=min(chunk, config.chunk), invert_warps=invert_warps, chunk_warps=chunk_warps)
 
 
 def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int, features: Features = PLAIN) -> Config:
@@ -144,7 +146,8 @@ def kept_shapes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the states before each chunk and of the chunks' inverses, one slot a chunk; no slots where not kept.
 
-    `shape` is (B, T, H, D) with the D of mapped keys. With packed sequences the number of chunks hangs on their lengths; the number of slots bounds it.
+    `shape` is (B, T, H, D) with the D of mapped keys. With packed sequences the number of chunks hangs on
+    their lengths; the number of slots bounds it.
     """
     (B, T, H, D), C = shape, config.chunk
     if groups := number_of_groups(T, cu_seqlens, config):

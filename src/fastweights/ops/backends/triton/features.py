@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
 """Feature maps, sum normalisation and sigmoids on chip, from raw keys, queries and logits, and their gradients.
 
-A tile of phi stands as (C, D) for `AXIS` = 1, or as (D, C) for `AXIS` = 0. DPFP takes both factors of every feature from
-the raw head by products with matrices of 0, 1 and -1; a tile that is needed both ways is formed both ways, since no
-product may take the transpose of another (see gradients.py).
+A tile of phi stands as (C, D) for `AXIS` = 1, or as (D, C) for `AXIS` = 0. Each feature of DPFP is a product of two
+entries of the raw head. They are loaded entry by entry with `GATHER`, else taken from one tile by products with
+matrices of 0, 1 and -1. A tile that is needed both ways is then formed both ways, since no product may take the
+transpose of another (see gradients.py).
 """
 
 import triton
@@ -17,6 +18,15 @@ DPFP = tl.constexpr(3)
 
 
 @triton.jit
+def places(j, SECOND: tl.constexpr, R: tl.constexpr):
+    """Where in r = [x, -x] a factor of feature j stands: at p = j mod 2R, or i = j // 2R + 1 before that."""
+    p = j % (2 * R)
+    if SECOND:
+        p = (p + 2 * R - 1 - j // (2 * R)) % (2 * R)
+    return p
+
+
+@triton.jit
 def picks(
     SECOND: tl.constexpr,
     AXIS: tl.constexpr,
@@ -26,69 +36,83 @@ def picks(
     BLOCK_D: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """Which raw entry, and with which sign, a factor of each feature is: (BLOCK_R, BLOCK_D), transposed for AXIS 0.
-
-    With r = [x, -x], feature j of block i = j // 2R + 1 is relu(r_p) relu(r_{p - i}) for p = j mod 2R.
-    """
-    if AXIS == 1:
-        j = tl.arange(0, BLOCK_D)[None, :]
-        x = tl.arange(0, BLOCK_R)[:, None]
-    else:
-        j = tl.arange(0, BLOCK_D)[:, None]
-        x = tl.arange(0, BLOCK_R)[None, :]
-    p = j % (2 * R)
-    if SECOND:
-        p = (p + 2 * R - 1 - j // (2 * R)) % (2 * R)
+    """Which raw entry, and with which sign, a factor of each feature is: (BLOCK_R, BLOCK_D), transposed for AXIS 0."""
+    j = tl.expand_dims(tl.arange(0, BLOCK_D), 1 - AXIS)
+    x = tl.expand_dims(tl.arange(0, BLOCK_R), AXIS)
+    p = places(j, SECOND, R)
     sign = tl.where(p == x, 1.0, 0.0) - tl.where(p == x + R, 1.0, 0.0)
     return tl.where((j < D) & (x < R), sign, 0.0).to(OPERAND)
 
 
 @triton.jit
-def factors(
+def load_raw(x, rows, left, stride, AXIS: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr):
+    raw = load_rows(x, rows, left, tl.arange(0, BLOCK_R), stride, R)
+    if AXIS == 0:
+        raw = tl.trans(raw)
+    return raw
+
+
+@triton.jit
+def factor(
     x,
+    rows,
+    left,
+    stride,
+    SECOND: tl.constexpr,
     AXIS: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    GATHER: tl.constexpr,
     OPERAND: tl.constexpr,
+    ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Both factors of DPFP."""
-    first = picks(False, AXIS, R, D, BLOCK_R, BLOCK_D, OPERAND)
-    second = picks(True, AXIS, R, D, BLOCK_R, BLOCK_D, OPERAND)
-    if AXIS == 1:
-        one = dot(x, first, OPERAND, PRECISION)
-        other = dot(x, second, OPERAND, PRECISION)
+    """The first or the second factor of DPFP."""
+    if GATHER:
+        j = tl.expand_dims(tl.arange(0, BLOCK_D), 1 - AXIS)
+        token = tl.expand_dims(rows, AXIS)
+        p = places(j, SECOND, R)
+        entry = tl.load(x + token * stride + p % R, (token < left) & (j < D), 0.0).to(ACC)
+        result = tl.maximum(tl.where(p < R, entry, -entry), 0.0)
     else:
-        one = dot(first, x, OPERAND, PRECISION)
-        other = dot(second, x, OPERAND, PRECISION)
-    return tl.maximum(one, 0.0), tl.maximum(other, 0.0)
+        raw = load_raw(x, rows, left, stride, AXIS, R, BLOCK_R)
+        selection = picks(SECOND, AXIS, R, D, BLOCK_R, BLOCK_D, OPERAND)
+        if AXIS == 1:
+            result = tl.maximum(dot(raw, selection, OPERAND, PRECISION), 0.0)
+        else:
+            result = tl.maximum(dot(selection, raw, OPERAND, PRECISION), 0.0)
+    return result
 
 
 @triton.jit
 def mapped(
     x,
-    inside,
+    rows,
+    left,
+    stride,
     AXIS: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MAP: tl.constexpr,
+    GATHER: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """phi before its normalisation; zero where not `inside`."""
+    """phi of raw keys or queries before its normalisation; zero past the last of `left` tokens."""
     if MAP == DPFP:
-        one, other = factors(x, AXIS, R, D, BLOCK_R, BLOCK_D, OPERAND, PRECISION)
-        phi = one * other
-    elif MAP == ELU:
-        wide = x.to(ACC)
-        phi = tl.where(inside, tl.exp(tl.minimum(wide, 0.0)) + tl.maximum(wide, 0.0), 0.0)
+        one = factor(x, rows, left, stride, False, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION)
+        phi = one * factor(x, rows, left, stride, True, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION)
     else:
-        phi = tl.maximum(x.to(ACC), 0.0)
+        raw = load_raw(x, rows, left, stride, AXIS, R, BLOCK_R).to(ACC)
+        phi = tl.maximum(raw, 0.0)
+        if MAP == ELU:
+            inside = tl.expand_dims(rows < left, AXIS) & tl.expand_dims(tl.arange(0, BLOCK_R) < R, 1 - AXIS)
+            phi = tl.where(inside, tl.exp(tl.minimum(raw, 0.0)) + phi, 0.0)
     return phi
 
 
@@ -97,30 +121,9 @@ def one_over_sum(phi, AXIS: tl.constexpr, ACC: tl.constexpr):
     """1 over the sum of each token's features, and 0 where there is no sum, as `normalization.safe_divide` has it."""
     total = tl.sum(phi, AXIS)
     # The square root of the smallest normal number.
-    empty = total < (1.4916681462400413e-154 if ACC == tl.float64 else 1.0842021724855044e-19)
+    tiny: tl.constexpr = 1.4916681462400413e-154 if tl.float64 == ACC else 1.0842021724855044e-19
+    empty = total < tiny
     return tl.expand_dims(tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total)), AXIS)
-
-
-@triton.jit
-def features(
-    x,
-    inside,
-    AXIS: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MAP: tl.constexpr,
-    SUM: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """phi of a raw tile, in ACC."""
-    phi = mapped(x, inside, AXIS, R, D, BLOCK_R, BLOCK_D, MAP, OPERAND, ACC, PRECISION)
-    if SUM:
-        phi *= one_over_sum(phi, AXIS, ACC)
-    return phi
 
 
 @triton.jit
@@ -136,6 +139,7 @@ def load_features(
     BLOCK_D: tl.constexpr,
     MAP: tl.constexpr,
     SUM: tl.constexpr,
+    GATHER: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -146,15 +150,17 @@ def load_features(
         phi_t = tl.trans(phi)
     else:
         tl.static_assert(BLOCK_D >= D, "a feature map is computed whole")
-        raw = load_rows(x, rows, left, tl.arange(0, BLOCK_R), stride, R)
-        inside = (rows[:, None] < left) & (tl.arange(0, BLOCK_D)[None, :] < D)
-        phi = features(raw, inside, 1, R, D, BLOCK_R, BLOCK_D, MAP, SUM, OPERAND, ACC, PRECISION).to(OPERAND)
-        if MAP == DPFP:
-            phi_t = features(
-                tl.trans(raw), tl.trans(inside), 0, R, D, BLOCK_R, BLOCK_D, MAP, SUM, OPERAND, ACC, PRECISION
-            ).to(OPERAND)
-        else:
+        phi = mapped(x, rows, left, stride, 1, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION)
+        if SUM:
+            phi *= one_over_sum(phi, 1, ACC)
+        phi = phi.to(OPERAND)
+        if MAP != DPFP or GATHER:
             phi_t = tl.trans(phi)
+        else:
+            phi_t = mapped(x, rows, left, stride, 0, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION)
+            if SUM:
+                phi_t *= one_over_sum(phi_t, 0, ACC)
+            phi_t = phi_t.to(OPERAND)
     return phi, phi_t
 
 
@@ -172,6 +178,7 @@ def raw_gradient(
     BLOCK_D: tl.constexpr,
     MAP: tl.constexpr,
     SUM: tl.constexpr,
+    GATHER: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -179,17 +186,13 @@ def raw_gradient(
     """Gradient of raw keys or queries at x, (C, R) or (R, C), from that of phi."""
     dx = dphi
     if MAP != 0:
-        raw = load_rows(x, rows, left, tl.arange(0, BLOCK_R), stride, R)
-        inside = (rows[:, None] < left) & (tl.arange(0, BLOCK_D)[None, :] < D)
-        if AXIS == 0:
-            raw = tl.trans(raw)
-            inside = tl.trans(inside)
         if SUM:
-            phi = mapped(raw, inside, AXIS, R, D, BLOCK_R, BLOCK_D, MAP, OPERAND, ACC, PRECISION)
+            phi = mapped(x, rows, left, stride, AXIS, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION)
             scale = one_over_sum(phi, AXIS, ACC)
             dx = (dx - tl.expand_dims(tl.sum(dx * phi, AXIS), AXIS) * scale) * scale
         if MAP == DPFP:
-            one, other = factors(raw, AXIS, R, D, BLOCK_R, BLOCK_D, OPERAND, PRECISION)
+            one = factor(x, rows, left, stride, False, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION)
+            other = factor(x, rows, left, stride, True, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION)
             done = tl.where(one > 0, dx * other, 0.0)
             dother = tl.where(other > 0, dx * one, 0.0)
             first = picks(False, 1 - AXIS, R, D, BLOCK_R, BLOCK_D, OPERAND)
@@ -198,10 +201,12 @@ def raw_gradient(
                 dx = dot(done, first, OPERAND, PRECISION) + dot(dother, second, OPERAND, PRECISION)
             else:
                 dx = dot(first, done, OPERAND, PRECISION) + dot(second, dother, OPERAND, PRECISION)
-        elif MAP == ELU:
-            dx *= tl.exp(tl.minimum(raw.to(ACC), 0.0))
         else:
-            dx = tl.where(raw > 0, dx, 0.0)
+            raw = load_raw(x, rows, left, stride, AXIS, R, BLOCK_R).to(ACC)
+            if MAP == ELU:
+                dx *= tl.exp(tl.minimum(raw, 0.0))
+            else:
+                dx = tl.where(raw > 0, dx, 0.0)
     return dx
 
 
@@ -213,3 +218,40 @@ def gate_slope(x, rows, left, stride, LOGITS: tl.constexpr, ACC: tl.constexpr):
         e = tl.exp(-tl.abs(tl.load(x + rows * stride, rows < left, 0.0).to(ACC)))
         slope = e / ((1.0 + e) * (1.0 + e))
     return slope
+
+
+@triton.jit
+def vector_features(
+    x,
+    j,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    MAP: tl.constexpr,
+    SUM: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """phi of one token, as a vector over features j."""
+    if MAP == DPFP:
+        p = places(j, False, R)
+        one = tl.load(x + p % R, j < D, 0.0).to(ACC)
+        one = tl.maximum(tl.where(p < R, one, -one), 0.0)
+        p = places(j, True, R)
+        other = tl.load(x + p % R, j < D, 0.0).to(ACC)
+        phi = one * tl.maximum(tl.where(p < R, other, -other), 0.0)
+    else:
+        phi = tl.load(x + j, j < D, 0.0).to(ACC)
+        if MAP == ELU:
+            phi = tl.where(j < D, tl.exp(tl.minimum(phi, 0.0)) + tl.maximum(phi, 0.0), 0.0)
+        elif MAP == RELU:
+            phi = tl.maximum(phi, 0.0)
+    if SUM:
+        phi = quotient(phi, tl.sum(phi, 0), ACC)
+    return phi
+
+
+@triton.jit
+def quotient(x, by, ACC: tl.constexpr):
+    """x / by for a number `by`, and 0 where that is next to 0, as `normalization.safe_divide` has it."""
+    tiny: tl.constexpr = 1.4916681462400413e-154 if tl.float64 == ACC else 1.0842021724855044e-19
+    empty = tl.abs(by) < tiny
+    return tl.where(empty, 0.0, x / tl.where(empty, 1.0, by))

@@ -62,6 +62,7 @@ def walk_forward(
     READ: tl.constexpr,
     MAP: tl.constexpr,
     SUM: tl.constexpr,
+    GATHER: tl.constexpr,
     LOGITS: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
@@ -96,11 +97,15 @@ def walk_forward(
         # A mask, not a branch or a variant: what inference runs is what training checks.
         tl.store(states + m[:, None] * D + d[None, :], W_t.to(states.dtype.element_ty), in_state & (keep != 0))
         states += H * D * M
-        k_, k_t = load_features(k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, OPERAND, ACC, PRECISION)
+        k_, k_t = load_features(
+            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        )
         v_ = load_rows(v, rows, left, m, v_token, M)
         u = tl.trans(v_).to(ACC)
         if READ:
-            _, q_t = load_features(q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, OPERAND, ACC, PRECISION)
+            _, q_t = load_features(
+                q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+            )
             scores = tl.where(s <= t, dot(k_, q_t, OPERAND, PRECISION), 0.0)
             read = dot(W_t, q_t, OPERAND, PRECISION)
         if DECAY:
@@ -173,6 +178,7 @@ def invert_chunks(
     PACKED: tl.constexpr,
     MAP: tl.constexpr,
     SUM: tl.constexpr,
+    GATHER: tl.constexpr,
     LOGITS: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
@@ -198,7 +204,9 @@ def invert_chunks(
     keys = tl.zeros((C, C), ACC)
     for f in range(0, D, BLOCK_D):
         d = f + tl.arange(0, BLOCK_D)
-        k_, k_t = load_features(k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, OPERAND, ACC, PRECISION)
+        k_, k_t = load_features(
+            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        )
         keys += dot(k_, k_t, OPERAND, PRECISION)
     A = tl.where(s < t, keys, 0.0) * load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)[None, :]
     if DECAY:

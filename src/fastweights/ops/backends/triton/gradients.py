@@ -128,6 +128,7 @@ def store_key_gradients(
     BLOCK_D: tl.constexpr,
     MAP: tl.constexpr,
     SUM: tl.constexpr,
+    GATHER: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -135,9 +136,13 @@ def store_key_gradients(
     """Back through the feature map, if there is one, and out."""
     if MAP != 0:
         columns = tl.arange(0, BLOCK_R)
-    dq_t = raw_gradient(dq_t, q, rows, left, q_token, 0, R, D, BLOCK_R, BLOCK_D, MAP, SUM, OPERAND, ACC, PRECISION)
+    dq_t = raw_gradient(
+        dq_t, q, rows, left, q_token, 0, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+    )
     store_columns(dq, dq_t, rows, left, columns, H * R, R)
-    dk_ = raw_gradient(dk_, k, rows, left, k_token, 1, R, D, BLOCK_R, BLOCK_D, MAP, SUM, OPERAND, ACC, PRECISION)
+    dk_ = raw_gradient(
+        dk_, k, rows, left, k_token, 1, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+    )
     store_rows(dk, dk_, rows, left, columns, H * R, R)
 
 
@@ -209,6 +214,7 @@ def chunk_gradients(
     PACKED: tl.constexpr,
     MAP: tl.constexpr,
     SUM: tl.constexpr,
+    GATHER: tl.constexpr,
     LOGITS: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
@@ -265,11 +271,11 @@ def chunk_gradients(
         for f in range(0, D, BLOCK_D):
             d = f + features
             k_, k_t = load_features(
-                k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, OPERAND, ACC, PRECISION
+                k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
             )
             if DECAY:
                 _, q_t = load_features(
-                    q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, OPERAND, ACC, PRECISION
+                    q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
                 )
                 scores += dot(k_, q_t, OPERAND, PRECISION)
             if ERASE:
@@ -293,8 +299,12 @@ def chunk_gradients(
     whole = tl.zeros((), ACC)
     for f in range(0, D, BLOCK_D):
         d = f + features
-        q_, q_t = load_features(q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, OPERAND, ACC, PRECISION)
-        k_, k_t = load_features(k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, OPERAND, ACC, PRECISION)
+        q_, q_t = load_features(
+            q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        )
+        k_, k_t = load_features(
+            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        )
         W_t = load_rows(states + state, m, M, d, D, D)
         dW_t = load_rows(dstates + state, m, M, d, D, D)
         dq_t, dk_, recalled_, read_, kept_ = key_gradients(
@@ -303,7 +313,7 @@ def chunk_gradients(
         )  # fmt: skip
         store_key_gradients(
             dq + key_at, dk + key_at, dq_t, dk_, q, k, rows, left, d, q_token, k_token,
-            H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, OPERAND, ACC, PRECISION,
+            H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION,
         )  # fmt: skip
         recalled += recalled_
         if DECAY:

@@ -31,7 +31,7 @@ from fastweights.ops.features import PLAIN, Features
 Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
 Constants = dict[str, Any]
 
-_TYPES = {
+TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.float32: tl.float32,
@@ -42,7 +42,7 @@ _TYPES = {
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
 
 
-def _start(
+def start(
     kernel: Any,
     depends_on: tuple[Any, ...],
     grid: int,
@@ -90,9 +90,10 @@ def _constants(
         "PACKED": packed,
         "MAP": features.map,
         "SUM": bool(features.sum),
+        "GATHER": bool(config.gather),
         "LOGITS": bool(features.logits),
-        "OPERAND": _TYPES[operand_dtype(q.dtype, wide, config)],
-        "ACC": _TYPES[wide],
+        "OPERAND": TYPES[operand_dtype(q.dtype, wide, config)],
+        "ACC": TYPES[wide],
         "PRECISION": "ieee" if precision == "16-bit" else precision,
         "SOLVE": PRECISIONS[config.solve],
     }
@@ -100,11 +101,7 @@ def _constants(
 
 def _addressable(x: Tensor) -> Tensor:
     """x (B, T, H, ·) with adjacent features, batches that follow each other in time, and strides that fit 32 bits."""
-    batch, token, head, feature = x.stride()
-    flat = x.shape[0] == 1 or batch == x.shape[1] * token
-    if feature == 1 and flat and 0 <= token < 2**24 and 0 <= head < 2**31:
-        return x
-    return x.contiguous()
+    return x if x.stride(3) == 1 and _in_line(x) else x.contiguous()
 
 
 def _fresh(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -116,25 +113,27 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[1:3])
 
 
-def _kind(x: Tensor | None) -> torch.dtype | None:
+def kind_of(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
 
 
-def _even(gates: Gates) -> tuple[Gates, tuple[int, int]]:
-    """The gates with the strides of tokens and heads that they all have, and those strides."""
-    strides = {_gate_strides(gate) for gate in gates if gate is not None}
-    if len(strides) == 1 and None not in strides:
-        return gates, strides.pop() or (0, 0)
-    a, e, w = (None if gate is None else gate.contiguous() for gate in gates)
-    heads = next((gate.shape[2] for gate in gates if gate is not None), 1)
-    return (a, e, w), (heads, 1)
+def even(gates: Gates, axis: int = 1) -> tuple[Gates, tuple[int, int]]:
+    """The gates with strides that they all have, and those strides, of `axis` (tokens, or 0 for batches) and heads."""
+    there = [gate for gate in gates if gate is not None]
+    if not there:
+        return gates, (1, 1)
+    strides = there[0].stride()
+    if any(gate.stride() != strides for gate in there) or (axis == 1 and not _in_line(there[0])):
+        a, e, w = (None if gate is None else gate.contiguous() for gate in gates)
+        H, T = there[0].shape[2], there[0].shape[1]
+        return (a, e, w), (H if axis == 1 else H * T, 1)
+    return gates, (strides[axis], strides[2])
 
 
-def _gate_strides(x: Tensor) -> tuple[int, int] | None:
-    """Those of tokens and heads of a gate (B, T, H) that can be read in place."""
-    batch, token, head = x.stride()
-    flat = x.shape[0] == 1 or batch == x.shape[1] * token
-    return (token, head) if flat and 0 <= token < 2**24 and 0 <= head < 2**31 else None
+def _in_line(x: Tensor) -> bool:
+    """Whether tokens (B, T, H, ...) follow one another from batch to batch, by strides that fit 32 bits."""
+    batch, token, head, *_ = x.stride()
+    return (x.shape[0] == 1 or batch == x.shape[1] * token) and 0 <= token < 2**24 and 0 <= head < 2**31
 
 
 def forward(
@@ -193,7 +192,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One walk; before it, where they are wanted and not given, the inverses."""
     (_, T, H, R), M, (N, _, D, _) = q.shape, v.shape[3], W.shape
-    gates, gate_strides = _even(gates)
+    gates, gate_strides = even(gates)
     a, e, w = gates
     y = _fresh(v, dtype) if read else v
     W_end = torch.empty_like(W)
@@ -206,7 +205,7 @@ def _forward(
         inverses = torch.empty(kept_inverses, dtype=kept, device=q.device)
     block = min(config.columns, power_of_two(M))
     strides = (*_strides(q, k, v), *gate_strides)
-    kinds = (_kind(a), _kind(e), _kind(w), _kind(cu_seqlens))
+    kinds = (kind_of(a), kind_of(e), kind_of(w), kind_of(cu_seqlens))
     depends_on = (q.device.index, q.dtype, dtype, W.dtype, kinds, H, R, M, strides, tied, read, config, features)
 
     def constants() -> Constants:
@@ -224,11 +223,11 @@ def _forward(
         blocks = {"BLOCK_D": min(config.features, power_of_two(D))}
         scalars = (N, T, *strides[2:4], *gate_strides)
         grid, pace = inverses.shape[0] * H, (config.invert_warps, 1)
-        _start(invert_chunks, depends_on, grid, tensors, scalars, lambda: constants() | blocks, pace)
+        start(invert_chunks, depends_on, grid, tensors, scalars, lambda: constants() | blocks, pace)
     tensors = (q, k, v, a, e, w, W, cu_seqlens, y, W_end, states, inverses)
     scalars = (T, int(keep), *strides)
     pace = (config.forward_warps, config.forward_stages)
-    _start(walk_forward, depends_on, N * H * -(-M // block), tensors, scalars, constants, pace)
+    start(walk_forward, depends_on, N * H * -(-M // block), tensors, scalars, constants, pace)
     return y, W_end, states, inverses
 
 
@@ -294,12 +293,12 @@ def _gates_in_a_row(gates: Gates) -> Gates:
     return a, e, w
 
 
-def _scan(B: int, transitions: Tensor, changes: Tensor, start: Tensor | None, back: bool) -> Tensor:
+def _scan(B: int, transitions: Tensor, changes: Tensor, initial: Tensor | None, back: bool) -> Tensor:
     """The state before each group, or with `back` the gradient of the state after it."""
     groups, H, D, M = changes.shape
     states = torch.empty_like(changes)
     block = min(16, power_of_two(M))
-    begin = changes if start is None else start.contiguous()
+    begin = changes if initial is None else initial.contiguous()
 
     def constants() -> Constants:
         precision = "ieee" if changes.dtype == torch.float64 else "tf32x3"
@@ -308,8 +307,8 @@ def _scan(B: int, transitions: Tensor, changes: Tensor, start: Tensor | None, ba
 
     depends_on = (changes.device.index, changes.dtype, H, D, M, back)
     tensors = (transitions, changes, begin, states)
-    scalars = (groups // B, int(start is not None))
-    _start(scan_groups, depends_on, B * H * -(-M // block), tensors, scalars, constants, (4, 1))
+    scalars = (groups // B, int(initial is not None))
+    start(scan_groups, depends_on, B * H * -(-M // block), tensors, scalars, constants, (4, 1))
     return states
 
 
@@ -332,7 +331,7 @@ def _backward(
     """One walk back, and unless it is `only_state` that counts, the gradients inside chunks."""
     (B, T, H, R), M = q.shape, v.shape[3]
     N, D = B if cu_seqlens is None else cu_seqlens.numel() - 1, features.size(R)
-    gates, gate_strides = _even(gates)
+    gates, gate_strides = even(gates)
     a, e, w = gates
     dq, dk, dv = _fresh(q), _fresh(k), _fresh(v)
     da, de, dw = (None if gate is None else _fresh(gate) for gate in gates)
@@ -345,7 +344,7 @@ def _backward(
     dstates = states if fused else torch.empty_like(states)
     block = power_of_two(M) if fused else min(config.columns, power_of_two(M))
     strides = (*_strides(q, k, v, dy), *gate_strides)
-    kinds = (_kind(a), _kind(e), _kind(w), _kind(cu_seqlens))
+    kinds = (kind_of(a), kind_of(e), kind_of(w), kind_of(cu_seqlens))
     depends_on = (q.device.index, q.dtype, dy.dtype, wide, kinds, H, R, M, strides, tied, only_state, config, features)
     inputs = (q, k, v, a, e, w, cu_seqlens, states, inverses, dy)
 
@@ -360,10 +359,10 @@ def _backward(
     tensors: Sequence[Tensor | None] = (*inputs, final, dq, dk, dv, da, de, dw, dW, dstates, dright)
     scalars = (T, int(dW_end is not None), *strides)
     pace = (config.backward_warps, config.backward_stages)
-    _start(walk_backward, depends_on, N * H * -(-M // block), tensors, scalars, constants, pace)
+    start(walk_backward, depends_on, N * H * -(-M // block), tensors, scalars, constants, pace)
     if not fused and not only_state:
         tensors = (*inputs, dq, dk, da, de, dw, dstates, dright)
         blocks = {"BLOCK_D": min(config.features, power_of_two(D)), "BLOCK_M": power_of_two(M)}
         grid, pace = states.shape[0] * H, (config.chunk_warps, 1)
-        _start(chunk_gradients, depends_on, grid, tensors, (N, T, *strides), lambda: constants() | blocks, pace)
+        start(chunk_gradients, depends_on, grid, tensors, (N, T, *strides), lambda: constants() | blocks, pace)
     return dq, dk, dv, (da, de, dw), dW

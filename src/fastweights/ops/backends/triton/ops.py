@@ -23,7 +23,9 @@ from fastweights.ops.backends.triton.configs import (
     number_of_groups,
     operand_dtype,
 )
+from fastweights.ops.family import coefficients
 from fastweights.ops.features import PLAIN, Features
+from fastweights.ops.problem import Problem
 
 
 @cache
@@ -108,6 +110,70 @@ def _(dy, dW, q, k, v, a, e, w, states, inverses, transitions, cu_seqlens, tied,
     grads = [x.new_empty(x.shape) for x in (q, k, v, a, e, w) if x is not None]
     D = Features(*features).size(q.shape[3])
     return [*grads, q.new_empty((N, q.shape[2], D, v.shape[3]), dtype=wide)]
+
+
+@cache
+def _step() -> Any:
+    from fastweights.ops.backends.triton.one_token import step
+
+    return step
+
+
+@torch.library.custom_op("fastweights::triton_step", mutates_args=())
+def step_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor | None,
+    e: Tensor | None,
+    w: Tensor | None,
+    W: Tensor,
+    z: Tensor | None,
+    dtype: torch.dtype,
+    tied: bool,
+    features: Sequence[int],
+) -> list[Tensor]:
+    """y in `dtype`, W and, where it is given, z after one token (B, 1, H, ·); without gradients."""
+    from fastweights.ops.backends.triton import self_check
+
+    maps = Features(*features)
+    kind = self_check.StepKind.of(q, v, (a, e, w), tied, z is not None, maps)
+    if reason := self_check.refusal(kind, q.shape[2], q.device):
+        raise RuntimeError(f"{reason}; compile again with FASTWEIGHTS_BACKEND=chunked")
+    found = _step()(q, k, v, (a, e, w), W, z, dtype, tied, z is not None, False, maps)
+    return [x for x in found if x is not None]
+
+
+@step_op.register_fake
+def _(q, k, v, a, e, w, W, z, dtype, tied, features):  # type: ignore[no-untyped-def]
+    there = [v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape)]
+    return there if z is None else [*there, z.new_empty(z.shape)]
+
+
+def takes_step(problem: Problem) -> bool:
+    """Whether the problem is one token for each sequence, and nobody wants gradients."""
+    if problem.q.shape[1] != 1 or problem.cu_seqlens is not None:
+        return False
+    tensors = (problem.q, problem.k, problem.v, *problem.gates.values(), problem.W, problem.z)
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
+
+
+def step(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y, W and z after the one token of the problem."""
+    a, e, w = coefficients(problem)
+    tied = e is not None and e is w
+    q, W, z, features = problem.q, problem.W, problem.z, problem.features
+    if tied:
+        w = None
+    if not _plain(q):
+        found = step_op(q, problem.k, problem.v, a, e, w, W, z, q.dtype, tied, features)
+        return found[0], found[1], None if z is None else found[2]
+    rest = (q.dtype, tied, z is not None, problem.in_place, features)
+    y, W_end, z_end = _step()(q, problem.k, problem.v, (a, e, w), W, z, *rest)
+    if W_end is W:
+        # Whoever kept it for a backward pass shall hear of it.
+        torch.autograd.graph.increment_version(W)
+    return y, W_end, z_end
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fastweights.files import write_atomically
+from fastweights.ops import chunked, family
 from fastweights.ops.backends.triton.configs import (
     FEW,
     LEAST_CHUNKS,
@@ -31,8 +32,8 @@ from fastweights.ops.backends.triton.configs import (
     Config,
     configuration,
 )
-from fastweights.ops import chunked
 from fastweights.ops.features import PLAIN, Features
+from fastweights.ops.problem import Problem
 
 ENVIRONMENT = "FASTWEIGHTS_SELF_CHECK"
 
@@ -87,13 +88,54 @@ class Kind(NamedTuple):
         return f"{self} {'-'.join(map(str, self.config + self.features))}"
 
 
+class StepKind(NamedTuple):
+    """The same for the kernel that takes one token; `normalized` is attention normalisation."""
+
+    dtype: torch.dtype
+    D: int
+    M: int
+    decay: bool
+    erase: bool
+    write: bool
+    tied: bool
+    normalized: bool
+    features: Features = PLAIN
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, gates: Gates, tied: bool, normalized: bool, features: Features) -> StepKind:
+        """The kind of a call."""
+        a, e, w = (gate is not None for gate in gates)
+        return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, normalized, features)
+
+    @classmethod
+    def of_problem(cls, problem: Problem) -> StepKind:
+        """The kind that a problem needs."""
+        a, e, w = family.coefficients(problem)
+        tied = e is not None and e is w
+        gates = (a, e, None if tied else w)
+        return cls.of(problem.q, problem.v, gates, tied, problem.z is not None, problem.features)
+
+    def __str__(self) -> str:
+        named = {"decay": self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
+        gates = ", ".join(name for name, there in (named | {"z": self.normalized}).items() if there) or "no gates"
+        return f"one token, {str(self.dtype)[6:]}, {self.features.describe(self.D)}, M = {self.M}, {gates}"
+
+    @property
+    def key(self) -> str:
+        """Its name on disk."""
+        return f"{self} {'-'.join(map(str, self.features))}"
+
+
+AnyKind = Kind | StepKind
+
+
 class Verdict(NamedTuple):
     """How far off each result was, relative to its norm; or the error that stopped the run."""
 
     errors: dict[str, float]
     failure: str | None = None
 
-    def reason(self, kind: Kind) -> str | None:
+    def reason(self, kind: AnyKind) -> str | None:
         """Why the kind must not be used."""
         if self.failure is not None:
             return f"the kernels for {kind} failed their self-check: {self.failure}"
@@ -105,10 +147,10 @@ class Verdict(NamedTuple):
 
 
 _lock = threading.RLock()
-_reasons: dict[tuple[torch.device, Kind], str | None] = {}
+_reasons: dict[tuple[torch.device, AnyKind], str | None] = {}
 
 
-def refusal(kind: Kind, heads: int, device: torch.device) -> str | None:
+def refusal(kind: AnyKind, heads: int, device: torch.device) -> str | None:
     """Why the kernels of this kind must not be used on `device`; checks them where nobody did before."""
     try:
         return _reasons[device, kind]
@@ -137,7 +179,7 @@ def refusal(kind: Kind, heads: int, device: torch.device) -> str | None:
     return reason
 
 
-def check_again(kind: Kind, heads: int, device: torch.device) -> Verdict:
+def check_again(kind: AnyKind, heads: int, device: torch.device) -> Verdict:
     """A new verdict in place of an old one; but what crashed the GPU before is not tried again."""
     known = _recorded(device)
     crashed = kind.key in known and "CUDA error" in (known[kind.key].failure or "")
@@ -155,11 +197,12 @@ def _capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def check(kind: Kind, heads: int, device: torch.device) -> Verdict:
+def check(kind: AnyKind, heads: int, device: torch.device) -> Verdict:
     """Run the kernels on a small problem and compare."""
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            return Verdict(_compare(kind, heads, device))
+            compare = _compare_step if isinstance(kind, StepKind) else _compare
+            return Verdict(compare(kind, heads, device))  # type: ignore[arg-type]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -218,6 +261,65 @@ def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
     return dict(zip(names, found.nan_to_num(float("inf")).tolist(), strict=True))
 
 
+def _step_kernel() -> Callable[..., Any]:
+    from fastweights.ops.backends.triton.one_token import step
+
+    return step
+
+
+def _compare_step(kind: StepKind, heads: int, device: torch.device) -> dict[str, float]:
+    """||ours - float64|| / ||float64|| of y, W and z after one token, in place and not."""
+    generator = torch.Generator(device).manual_seed(0)
+    B, H, D, M, features = 3, heads, kind.D, kind.M, kind.features
+    wide = torch.promote_types(kind.dtype, torch.float32)
+
+    def uniform(*shape: int, dtype: torch.dtype = kind.dtype) -> Tensor:
+        return torch.rand(shape, generator=generator, device=device).to(dtype)
+
+    def gate(there: bool) -> Tensor | None:
+        x = uniform(B, 1, H, dtype=wide) if there else None
+        return x.logit(1e-4) if x is not None and features.logits else x
+
+    # Positive keys and sums, so that nothing is divided by what cancels.
+    q, k, v = uniform(B, 1, H, D), uniform(B, 1, H, D), uniform(B, 1, H, M)
+    a, e, w = gate(kind.decay), gate(kind.erase), gate(kind.write)
+    W = uniform(B, H, features.size(D), M, dtype=wide)
+    z = 0.1 + uniform(B, H, features.size(D), dtype=wide) if kind.normalized else None
+    ours: list[Tensor] = []
+    for in_place in (False, True):
+        start = W.clone()
+        rest = (start, z, kind.dtype, kind.tied, kind.normalized, in_place, features)
+        ours += [x for x in _step_kernel()(q, k, v, (a, e, w), *rest) if x is not None]
+
+    exact = {name: x.double() for name, x in (("a", a), ("e", e), ("w", w)) if x is not None}
+    gates = {name: features.gate(x) for name, x in exact.items()}
+    want = _exact_step(kind, features.of(q.double()), features.of(k.double()), v.double(), gates, W.double(), z)
+    names = ["y", "W", *(["z"] if kind.normalized else [])]
+    names += [f"{name} in place" for name in names]
+    found = torch.stack([(a.double() - b).norm() / b.norm() for a, b in zip(ours, want * 2, strict=True)])
+    return dict(zip(names, found.nan_to_num(float("inf")).tolist(), strict=True))
+
+
+def _exact_step(
+    kind: StepKind, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], W: Tensor, z: Tensor | None
+) -> list[Tensor]:
+    """The family's equations for one token, with attention normalisation as in Eqs. 18-19 and 26-28."""
+    q, k, v = q[:, 0], k[:, 0], v[:, 0]
+    one = torch.ones_like(v[..., :1])
+    a, e, w = (gates[name].transpose(1, 2) if name in gates else None for name in "aew")
+    w = e if kind.tied else w
+    W = W if a is None else a.unsqueeze(-1) * W
+    z = None if z is None else z.double() if a is None else a * z.double()
+    recall = (k.unsqueeze(-2) @ W).squeeze(-2)
+    if z is not None:
+        recall = recall / (z * k).sum(-1, keepdim=True)
+        z = z + (k if e is not None or w is None else w * k)
+    W = W + k.unsqueeze(-1) * ((one if w is None else w) * v - (0 if e is None else e * recall)).unsqueeze(-2)
+    y = (q.unsqueeze(-2) @ W).squeeze(-2)
+    y = y if z is None else y / (z * q).sum(-1, keepdim=True)
+    return [y.unsqueeze(1), W, *([] if z is None else [z])]
+
+
 def _exact(
     kind: Kind, inputs: tuple[Tensor | None, ...], bounds: Tensor | None, dy: Tensor, dW: Tensor
 ) -> list[Tensor]:
@@ -235,7 +337,7 @@ def _exact(
     return [y, W_end, *grads]
 
 
-def shipped() -> Iterator[Kind]:
+def shipped() -> Iterator[AnyKind]:
     """Every row of the table, with the delta rule, in groups, and packed with the gated delta rule; then fused maps."""
     for dtype, rows in TABLE.items():
         for (D, M), config in rows.items() if dtype in LIMITS else ():
@@ -249,6 +351,9 @@ def shipped() -> Iterator[Kind]:
             features = Features.named(name, nu, sum=True, logits=True)
             config = configuration(features.size(d), d, dtype, FEW + 1, 1, features)
             yield Kind(dtype, d, d, False, True, False, True, False, config, features)
+            yield StepKind(dtype, d, d, False, True, False, True, False, features)
+        for D, M in ((64, 64), (512, 256)):
+            yield StepKind(dtype, D, M, True, True, False, True, True)
 
 
 @cache
