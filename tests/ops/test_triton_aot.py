@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from fastweights.ops.backends.triton import launch, one_token  # noqa: E402
+from fastweights.ops.backends.triton import launch, one_token, walks  # noqa: E402
 
 # Bytes of shared memory that one block may ask for.
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
@@ -70,8 +70,10 @@ def launches(
 ) -> list[Any]:
     """What the launch code calls for the delta rule, or for packed sequences of the gated delta rule."""
     calls: list[Any] = []
+    monkeypatch.setattr(launch, "_plans", {})
     for name in KERNELS:
-        monkeypatch.setattr(launch, name, Recorder(getattr(launch, name), calls))
+        home = walks if name == "scan_groups" else launch
+        monkeypatch.setattr(home, name, Recorder(getattr(home, name), calls))
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -82,8 +84,10 @@ def launches(
     gates = (a if gated else None, e, None)
     bounds = tensor(4, dtype=torch.int32) if gated else None
     W = tensor(3 if gated else B, H, features.size(D), M, dtype=torch.float32)
-    y, W_end, *kept = launch.forward(q, k, v, gates, W, bounds, dtype, True, True, config, features)
-    launch.backward(y, W_end if gated else None, q, k, v, gates, *kept, bounds, True, torch.float32, config, features)
+    wide = torch.float32
+    y, W_end, *kept = walks.forward(q, k, v, gates, W, bounds, dtype, wide, True, True, config, features)
+    dW = W_end if gated else None
+    walks.backward(y, dW, q, k, v, gates, *kept, bounds, wide, True, True, config, features)
     return calls
 
 
@@ -151,6 +155,7 @@ def test_compiles_with_feature_maps(monkeypatch, dtype, d, features):
 @pytest.mark.parametrize(("dtype", "D", "M"), [(torch.bfloat16, 32, 32), (torch.float16, 512, 256)])
 def test_one_token_compiles(monkeypatch, dtype, D, M):
     calls: list[Any] = []
+    monkeypatch.setattr(one_token, "_starts", {})
     monkeypatch.setattr(one_token, "take_step", Recorder(one_token.take_step, calls))
     q, v = (torch.empty(2, 1, 8, n, dtype=dtype, device="meta") for n in (D, M))
     gate = torch.empty(2, 1, 8, device="meta")

@@ -210,8 +210,9 @@ def test_as_a_custom_op():
     for x in (q, k, v, beta, W):
         x.requires_grad_()
     torch.use_deterministic_algorithms(False)
-    arguments = (q, k, v, None, beta, None, W, None, torch.float64, True, True, list(kernels_for(features, 4)))
-    torch.library.opcheck(walk, (*arguments, list(features)))
+    settings = (torch.float64, True, list(kernels_for(features, 4)), list(features))
+    arguments = (q, k, v, None, beta, None, W, None, torch.float64, True, *settings)
+    torch.library.opcheck(walk, arguments)
 
 
 @inside

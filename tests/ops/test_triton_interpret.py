@@ -218,7 +218,8 @@ def test_as_a_custom_op(kernels):
     for x in (q, k, v, W):
         x.requires_grad_()
     torch.use_deterministic_algorithms(False)
-    arguments = (q, k, v, None, beta, None, W, None, torch.float64, True, True, list(kernels), list(PLAIN))
+    settings = (torch.float64, True, list(kernels), list(PLAIN))
+    arguments = (q, k, v, None, beta, None, W, None, torch.float64, True, *settings)
     torch.library.opcheck(walk, arguments)
 
 
@@ -228,21 +229,8 @@ def test_as_a_custom_op_in_groups(monkeypatch):
     monkeypatch.setattr(configs, "LEAST_GROUPS", 2)
     q, v, W = (torch.randn(shape, dtype=torch.float64) for shape in [(1, 20, 1, 8), (1, 20, 1, 8), (1, 1, 8, 8)])
     torch.use_deterministic_algorithms(False)
-    arguments = (
-        q,
-        q,
-        v,
-        None,
-        None,
-        None,
-        W,
-        None,
-        torch.float64,
-        False,
-        True,
-        list(SPLIT._replace(groups=2)),
-        list(PLAIN),
-    )
+    settings = (torch.float64, False, list(SPLIT._replace(groups=2)), list(PLAIN))
+    arguments = (q, q, v, None, None, None, W, None, torch.float64, True, *settings)
     torch.library.opcheck(walk, arguments, test_utils=("test_faketensor", "test_schema"))
 
 

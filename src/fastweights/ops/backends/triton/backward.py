@@ -27,7 +27,7 @@ from fastweights.ops.backends.triton.pieces import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "final"])
+@triton.jit(do_not_specialize=["T", "final", "wanted"])
 def walk_backward(
     q,
     k,
@@ -51,6 +51,7 @@ def walk_backward(
     dright,
     T,
     final,
+    wanted,
     q_token,
     q_head,
     k_token,
@@ -211,4 +212,4 @@ def walk_backward(
         slot -= 1
         left += C
 
-    tl.store(dW + state + d[None, :] * M + m[:, None], dW_t, in_state)
+    tl.store(dW + state + d[None, :] * M + m[:, None], dW_t, in_state & (wanted != 0))

@@ -21,7 +21,7 @@ from fastweights.ops.backends.triton.pieces import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "keep"])
+@triton.jit(do_not_specialize=["T", "keep", "given"])
 def walk_forward(
     q,
     k,
@@ -37,6 +37,7 @@ def walk_forward(
     inverses,
     T,
     keep,
+    given,
     q_token,
     q_head,
     k_token,
@@ -88,7 +89,7 @@ def walk_forward(
     y += (first * H + head) * M
     gate = first * gate_token + head * gate_head
     state = (n.to(tl.int64) * H + head) * D * M
-    W_t = tl.load(W + state + d[None, :] * M + m[:, None], in_state, 0.0).to(ACC)
+    W_t = tl.load(W + state + d[None, :] * M + m[:, None], in_state & (given != 0), 0.0).to(ACC)
     states += (slot * H + head) * D * M
     inverses += (slot * H + head) * C * C
 

@@ -6,13 +6,15 @@ A program takes some value columns of one memory. There is nothing to multiply b
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastweights.ops.backends.triton.features import quotient, vector_features
-from fastweights.ops.backends.triton.launch import TYPES, Constants, Gates, even, kind_of, start
+from fastweights.ops.backends.triton.launch import MOST_SHAPES, TYPES, Constants, Gates, Start, even, kind_of
 from fastweights.ops.features import Features
 
 
@@ -127,41 +129,63 @@ def step(
         with torch.cuda.device(q.device):
             return step(q, k, v, gates, W, z, dtype, tied, normalized, in_place, features)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    (B, _, H, R), M = q.shape, v.shape[3]
-    D, wide = features.size(R), torch.promote_types(q.dtype, torch.float32)
-    (a, e, w), (gate_batch, gate_head) = even(gates, 0)
-    y = torch.empty((B, 1, H, M), dtype=dtype, device=q.device)
+    a, e, w = gates
+    shapes = (q.shape, q.stride(), k.stride(), v.shape, v.stride(), kind_of(a), kind_of(e), kind_of(w))
+    key = (*shapes, q.dtype, q.device, dtype, tied, normalized, features)
+    known = _starts.get(key)
+    if known is None:
+        if len(_starts) >= MOST_SHAPES:
+            _starts.clear()
+        _starts[key] = known = _start(q, k, v, gates, dtype, tied, normalized, features)
+    start, D, wide, is_even = known
+    if not is_even:
+        a, e, w = even(gates, 0)[0]
+    B, _, H, M = v.shape
+    device = q.device
+    y = torch.empty(v.shape, dtype=dtype, device=device)
     given = W is not None
     W = None if W is None else W.contiguous()
-    W_end = W if in_place and W is not None else torch.empty((B, H, D, M), dtype=wide, device=q.device)
+    W_end = W if in_place and W is not None else torch.empty((B, H, D, M), dtype=wide, device=device)
     # Every program reads z, and only one writes it: the new one needs a place of its own.
-    z_end = torch.empty((B, H, D), dtype=wide, device=q.device) if normalized else None
+    z_end = torch.empty((B, H, D), dtype=wide, device=device) if normalized else None
+    start((q, k, v, a, e, w, W if given else W_end, z if given else z_end, y, W_end, z_end), int(given))
+    return y, W_end, z_end
+
+
+_starts: dict[tuple[Any, ...], tuple[Start, int, torch.dtype, bool]] = {}
+
+
+def _start(
+    q: Tensor, k: Tensor, v: Tensor, gates: Gates, dtype: torch.dtype, tied: bool, normalized: bool, features: Features
+) -> tuple[Start, int, torch.dtype, bool]:
+    """The launch for these shapes, D, the dtype of states, and whether the gates can be read as they are."""
+    (B, _, H, R), M = q.shape, v.shape[3]
+    D, wide = features.size(R), torch.promote_types(q.dtype, torch.float32)
     block_d = triton.next_power_of_2(D)
     block_m = min(triton.next_power_of_2(M), max(4096 // block_d, 16))
-    kinds = (kind_of(a), kind_of(e), kind_of(w))
-    strides = (*(s for x in (q, k, v) for s in (x.stride(0), x.stride(2))), gate_batch, gate_head)
+    ready, gate_strides = even(gates, 0)
+    a, e, w = ready
+    strides = (*(s for x in (q, k, v) for s in (x.stride(0), x.stride(2))), *gate_strides)
+    kinds = tuple(None if x is None else x.dtype for x in ready)
     depends_on = (q.device.index, q.dtype, dtype, kinds, H, R, M, strides, tied, normalized, features)
-
-    def constants() -> Constants:
-        return {
-            "H": H,
-            "R": R,
-            "D": D,
-            "M": M,
-            "BLOCK_D": block_d,
-            "BLOCK_M": block_m,
-            "DECAY": a is not None,
-            "ERASE": e is not None,
-            "WRITE": w is not None,
-            "TIED": tied,
-            "NORMALIZED": normalized,
-            "MAP": features.map,
-            "SUM": bool(features.sum),
-            "LOGITS": bool(features.logits),
-            "ACC": TYPES[wide],
-        }
-
-    tensors = (q, k, v, a, e, w, W if given else W_end, z if given else z_end, y, W_end, z_end)
+    constants: Constants = {
+        "H": H,
+        "R": R,
+        "D": D,
+        "M": M,
+        "BLOCK_D": block_d,
+        "BLOCK_M": block_m,
+        "DECAY": a is not None,
+        "ERASE": e is not None,
+        "WRITE": w is not None,
+        "TIED": tied,
+        "NORMALIZED": normalized,
+        "MAP": features.map,
+        "SUM": bool(features.sum),
+        "LOGITS": bool(features.logits),
+        "ACC": TYPES[wide],
+    }
     pace = (max(1, min(8, block_d * block_m // 1024)), 1)
-    start(take_step, depends_on, B * H * -(-M // block_m), tensors, (int(given), *strides), constants, pace)
-    return y, W_end, z_end
+    programs = B * H * -(-M // block_m)
+    start = Start(take_step, depends_on, programs, strides, lambda: constants, pace, q.device)
+    return start, D, wide, all(x is y for x, y in zip(ready, gates, strict=True))

@@ -216,9 +216,9 @@ def check(kind: AnyKind, heads: int, device: torch.device) -> Verdict:
 
 
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from fastweights.ops.backends.triton import launch
+    from fastweights.ops.backends.triton import walks
 
-    return launch.forward, launch.backward
+    return walks.forward, walks.backward
 
 
 def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
@@ -251,8 +251,9 @@ def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
     W = 0.3 * normal(3 if kind.packed else B, H, kind.features.size(D), M, dtype=wide)
     dy, dW = normal(B, T, H, M), normal(*W.shape, dtype=wide)
 
-    y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, kind.dtype, kind.tied, True, kind.config, kind.features)
-    grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, kind.tied, wide, kind.config, kind.features)
+    last = (kind.config, kind.features)
+    y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, kind.dtype, wide, kind.tied, True, *last)
+    grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, wide, kind.tied, True, *last)
     ours = [y, W_end, *grads[:3], *(gate for gate in grads[3] if gate is not None), grads[4]]
     want = _exact(kind, (q, k, v, a, e, w, W), bounds, dy, dW)
     gates = [name for name, gate in (("decay", a), ("erase", e), ("write", w)) if gate is not None]
