@@ -1,15 +1,18 @@
 """One token in one launch, in the interpreter, against the paper's equations. Like `test_triton_interpret`."""
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from fastweights.layers.fast_weight import FastWeightAttention
-from fastweights.ops import reference
+from fastweights.ops import memory, reference
 from fastweights.ops.backends.triton import self_check
 from fastweights.ops.backends.triton.ops import step_op, takes_step
 from fastweights.ops.features import Features
@@ -149,3 +152,56 @@ def test_a_wrong_step_fails_its_check(monkeypatch):
     monkeypatch.setattr(self_check, "_step_kernel", lambda: wrong)
     kind = self_check.StepKind(torch.float32, 8, 12, False, True, False, True, False)
     assert "off y by" in self_check.check(kind, 2, torch.device("cpu")).reason(kind)
+
+
+@inside
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("rule", FAMILY)
+def test_the_second_call_is_shorter_and_the_same(rule, T):
+    """With other numbers, with and without gradients and a state; then a call that does not fit is still refused."""
+    memory._again.clear()
+    for seed in range(3):
+        call = random_call(rule, None, B=2, T=T, H=1, D=6, M=4, seed=seed)
+        without = replace(call, state=())
+        for backend_call, state in ((call, FastWeightState(*call.state)), (without, None)):
+            inputs = [x.detach().clone().requires_grad_() for x in backend_call.inputs()]
+            found = []
+            for backend in ("triton", "chunked"):
+                q, k, v, *rest = inputs
+                gates = dict(zip(call.gates, rest, strict=False))
+                given = None if state is None else FastWeightState(inputs[-1])
+                y, end = fast_weight_memory(q, k, v, rule=rule, state=given, backend=backend, **gates)
+                with torch.no_grad():
+                    same, _ = fast_weight_memory(q, k, v, rule=rule, state=given, backend=backend, **gates)
+                torch.testing.assert_close(same, y)
+                found.append([y, end.W, *torch.autograd.grad(y.sum() + end.W.square().sum(), inputs)])
+            for ours, want in zip(*found, strict=True):
+                torch.testing.assert_close(ours, want, rtol=1e-9, atol=1e-10)
+    assert len(memory._again) == (4 if T == 1 else 2)
+    with pytest.raises(TypeError, match="share a dtype"):
+        fast_weight_memory(q, k, v.float(), rule=rule, backend="triton", **gates)
+    with pytest.raises(ValueError, match=r"state\.W must have shape"):
+        state = FastWeightState(inputs[-1].new_zeros(2, 1, 6, 5))
+        fast_weight_memory(q, k, v, rule=rule, state=state, backend="triton", **gates)
+
+
+@inside
+def test_nothing_is_held_on_to():
+    x = torch.randn(1, 3, 1, 4, dtype=torch.float64)
+    beta = torch.rand(1, 3, 1, dtype=torch.float64)
+    fast_weight_memory(x, x, x, beta=beta, backend="triton")
+    kept = [weakref.ref(tensor) for tensor in (x, beta)]
+    del x, beta
+    gc.collect()
+    assert all(reference() is None for reference in kept)
+
+
+@inside
+def test_no_second_derivative_without_a_word():
+    """The kernels cannot be differentiated twice: an error, not zeros."""
+    x = torch.randn(1, 3, 1, 4, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        y, _ = fast_weight_memory(x, x, x, rule="sum", backend="triton")
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()

@@ -18,6 +18,9 @@ from torch.nn.functional import pad
 
 from fastweights.ops.normalization import safe_divide
 from fastweights.ops.problem import Problem
+from fastweights.ops.rules import Rule
+
+Optional3 = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Recurrence(Protocol):
@@ -72,16 +75,20 @@ class _Logit:
         return _Logit(-self.x)
 
 
-def coefficients(problem: Problem) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def coefficients(problem: Problem) -> Optional3:
     """a, e and w, or their logits where the gates are logits; one and the same tensor where two are one gate."""
-    assert problem.rule.coefficients is not None
-    if problem.features.logits:
-        found = problem.rule.coefficients(**{name: _Logit(gate) for name, gate in problem.gates.items()})
+    return coefficients_of(problem.rule, problem.gates, bool(problem.features.logits), problem.state_dtype)
+
+
+def coefficients_of(rule: Rule, gates: dict[str, Tensor], logits: bool, wide: torch.dtype) -> Optional3:
+    """The same from gates alone; those that are no logits are first made `wide`."""
+    assert rule.coefficients is not None
+    if logits:
+        found = rule.coefficients(**{name: _Logit(gate) for name, gate in gates.items()})
         a, e, w = (None if c is None else c.x for c in found)  # type: ignore[attr-defined]
         return a, e, w
     # The gates are small next to q, k and v, and 1 - beta has no digits to lose.
-    gates = {name: gate.to(problem.state_dtype) for name, gate in problem.gates.items()}
-    return problem.rule.coefficients(**gates)
+    return rule.coefficients(**{name: gate.to(wide) for name, gate in gates.items()})
 
 
 def parts(problem: Problem) -> list[tuple[int, bool, bool, bool, bool]]:

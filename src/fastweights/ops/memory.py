@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops import backends
+from fastweights.ops.autograd import wants_gradients
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import Rule, update_rule
@@ -64,6 +67,12 @@ def fast_weight_memory(
     Returns:
         y (B, T, H, M) in the dtype of q, and the state after the last step (float32 for 16-bit inputs).
     """
+    # Checks, and the choice of a backend, take longer than the smaller kernels: once for each set of shapes.
+    same = _signature(q, k, v, rule, beta, decay, state, backend, features)
+    plain = cu_seqlens is None and mask is None and normalization is None
+    if same is not None and plain and (again := _again.get(same)) is not None:
+        y, W = again[0](q, k, v, beta, decay, None if state is None else state.W, in_place)
+        return y, FastWeightState(W)
     rule = update_rule(rule)
     q, k, v = _autocast(q, k, v)
     gates = _check_inputs(rule, q, k, v, {"beta": beta, "decay": decay})
@@ -73,7 +82,42 @@ def fast_weight_memory(
     W, z = _initial_state(q, D, v, state, normalization == "attention", cu_seqlens)
     problem = Problem(rule, q, k, v, gates, W, z, cu_seqlens, mask, features, in_place)
     y, W, z = backends.run(problem if mask is None else _masked(problem.mapped(), mask), backend)
+    if same is not None and plain and (shortest := backends.again(problem, backend)) is not None:
+        if len(_again) >= _MOST:
+            _again.clear()
+        # The rule is kept with it, so that its number is not given to another.
+        _again[same] = shortest, rule
     return y, FastWeightState(W, z)
+
+
+# The shortest way to run what was run before, by everything that the way depends on.
+_again: dict[tuple[Any, ...], tuple[Callable[..., tuple[Tensor, Tensor]], Rule]] = {}
+_MOST = 4096
+
+
+def _signature(
+    q: Any, k: Any, v: Any, rule: Any, beta: Any, decay: Any, state: Any, backend: str, features: Features
+) -> tuple[Any, ...] | None:
+    """Everything that checks and the choice of a backend depend on, of plain tensors on a GPU; None for others."""
+    if torch.compiler.is_compiling() or type(q) is not Tensor or not backends.worth_it(q):
+        return None
+    kind = q.device.type
+    if torch._C._are_functorch_transforms_active():
+        return None
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype:
+        return None
+    try:
+        return (
+            *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype),
+            *(k.device, v.device, None if beta is None else (beta.shape, beta.stride(), beta.dtype, beta.device)),
+            None if decay is None else (decay.shape, decay.stride(), decay.dtype, decay.device),
+            None if state is None else (state.z is None, state.W.shape, state.W.dtype, state.W.device),
+            # One token is another kernel where nobody wants gradients.
+            q.shape[1] == 1 and wants_gradients(q, k, v, beta, decay, None if state is None else state.W),
+            *(rule if type(rule) is str else id(rule), backend, features, os.environ.get(backends.ENVIRONMENT)),
+        )
+    except AttributeError:
+        return None
 
 
 def _masked(problem: Problem, mask: Tensor) -> Problem:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.backends import chunked, cpu, reference, triton
-from fastweights.ops.backends.base import Backend
+from fastweights.ops.backends.base import Again, Backend
 from fastweights.ops.features import PLAIN
 from fastweights.ops.problem import Problem
 from fastweights.ops.tables import look_up
@@ -28,6 +28,19 @@ def run(problem: Problem, name: str = "auto") -> tuple[Tensor, Tensor, Tensor | 
     if problem.features != PLAIN and why_unfused(problem, name) is not None:
         problem = problem.mapped()
     return select(problem, name).run(problem)
+
+
+def again(problem: Problem, name: str = "auto") -> Again | None:
+    """The shortest way to run problems like this one, which was run; see `Backend.again`."""
+    if problem.features != PLAIN and why_unfused(problem, name) is not None:
+        return None
+    backend = select(problem, name)
+    return None if backend.again is None else backend.again(problem)
+
+
+def worth_it(x: Tensor) -> bool:
+    """Whether a backend on the device of x has an `again`."""
+    return x.is_cuda or triton.interpreted()
 
 
 def may_fuse(device: torch.device, name: str = "auto") -> bool:

@@ -14,7 +14,7 @@ from fastweights.ops import family
 from fastweights.ops.backends.base import Backend
 from fastweights.ops.backends.triton import self_check
 from fastweights.ops.backends.triton.configs import FEW, LARGEST_D, LARGEST_M, LARGEST_MAPPED, LONG, configuration
-from fastweights.ops.backends.triton.ops import recurrence, step, takes_step
+from fastweights.ops.backends.triton.ops import again, recurrence, step, takes_step
 from fastweights.ops.problem import Problem
 
 CAPABILITY = (8, 0)
@@ -126,4 +126,5 @@ BACKEND = Backend(
     run=run,
     refuses=refuses,
     unavailable=unavailable,
+    again=again,
 )

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastweights.ops.autograd import differentiable, like_inputs, wants_gradients
+from fastweights.ops.backends.base import Again
 from fastweights.ops.backends.triton.configs import (
     Config,
     configuration,
@@ -25,7 +26,7 @@ from fastweights.ops.backends.triton.configs import (
     number_of_groups,
     operand_dtype,
 )
-from fastweights.ops.family import coefficients
+from fastweights.ops.family import coefficients, coefficients_of
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.problem import Problem
 
@@ -224,6 +225,51 @@ def recurrence(
         y, W, *_ = _walks().forward(q, k, v, (a, e, w), W, cu_seqlens, dtype, wide, tied, False, config, features)
     assert W is not None
     return y, W
+
+
+def again(problem: Problem) -> Again | None:
+    """The walk for problems like this one, or the step where each has one token; not over groups."""
+    if problem.z is not None or problem.cu_seqlens is not None or problem.mask is not None:
+        return None
+    (N, H, D, M), (_, T, _, _), wide = problem.W.shape, problem.q.shape, problem.W.dtype
+    features, dtype, one = problem.features, problem.q.dtype, T == 1
+    config = configuration(D, M, dtype, N * H, T, features)
+    if group_length(T, None, config):
+        return None
+    a, e, w = coefficients(problem)
+    tied = e is not None and e is w
+    how = (dtype, wide, tied, config, features)
+    plan = _plan()(problem.q, problem.k, problem.v, (a, e, None if tied else w), N, None, *how)
+    # The delta rule's one coefficient is its one gate. Nothing below may hold on to a tensor of this problem.
+    direct = tied and a is None and e is problem.gates.get("beta")
+    rule, logits = problem.rule, bool(features.logits)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor | None,
+        decay: Tensor | None,
+        W: Tensor | None,
+        in_place: bool,
+    ) -> tuple[Tensor, Tensor]:
+        if direct:
+            a, e, w = None, beta, None
+        else:
+            gates = {name: gate for name, gate in (("beta", beta), ("decay", decay)) if gate is not None}
+            a, e, w = coefficients_of(rule, gates, logits, wide)
+            w = None if tied else w
+        if wants_gradients(q, k, v, a, e, w, W):
+            y, W_end = _apply(q, k, v, a, e, w, W, None, (plan, how))
+        elif one:
+            y, W_end, _ = _one_token()(q, k, v, (a, e, w), W, None, dtype, tied, False, in_place, features)
+            if W_end is W:
+                torch.autograd.graph.increment_version(W)
+        else:
+            y, W_end, _, _ = plan.forward((q, k, v, a, e, w), W, None, False)
+        return y, W_end
+
+    return run
 
 
 @torch.library.custom_op("fastweights::triton_step", mutates_args=())
