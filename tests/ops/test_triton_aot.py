@@ -113,8 +113,7 @@ def build(call: Any, capability: int) -> Any:
             divisible[(i,)] = [["tt.divisibility", 16]]
     signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, divisible)
-    compiler_options = {name: options[name] for name in ("num_warps", "num_stages")}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=compiler_options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def check(calls: list[Any], capability: int) -> None:

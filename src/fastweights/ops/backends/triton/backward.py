@@ -18,6 +18,7 @@ from fastweights.ops.backends.triton.gradients import (
 )
 from fastweights.ops.backends.triton.pieces import (
     dot,
+    fine_dot,
     load_gate,
     load_rows,
     multiply,
@@ -81,6 +82,7 @@ def walk_backward(
     SUM: tl.constexpr,
     GATHER: tl.constexpr,
     LOGITS: tl.constexpr,
+    CAREFUL: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -143,7 +145,7 @@ def walk_backward(
         if ERASE:
             erase = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
             X = tl.trans(tl.load(inverses + (slot * H + head) * C * C + rows[:, None] * C + rows[None, :]))
-            du = dot(du, X, OPERAND, PRECISION)
+            du = fine_dot(du, X, OPERAND, PRECISION, False, CAREFUL)
         if TIED:
             write = erase
         if WRITE:
@@ -163,7 +165,7 @@ def walk_backward(
             if ERASE:
                 keys = dot(k_, k_t, OPERAND, PRECISION)
                 u -= dot(k_, tl.trans(W_t), OPERAND, PRECISION) * (erase * fade)[:, None]
-                u = dot(X, u, OPERAND, PRECISION)
+                u = fine_dot(X, u, OPERAND, PRECISION, True, CAREFUL)
             # Rounded once, as the operand it is below.
             du_ = du.to(OPERAND)
             scores = lower
@@ -207,7 +209,7 @@ def walk_backward(
             erase *= fade
         dW_t += dot(dy_t, q_, OPERAND, PRECISION)
         if ERASE:
-            dW_t -= dot(du * erase[None, :], k_, OPERAND, PRECISION)
+            dW_t -= fine_dot(du * erase[None, :], k_, OPERAND, PRECISION, True, CAREFUL)
         token -= C
         slot -= 1
         left += C

@@ -10,9 +10,10 @@ from torch import Tensor
 from fastweights.ops.features import PLAIN, Features
 
 # How products are formed: from 16-bit operands (those of the data, float16 in the inverse), from float32 rounded to
-# TF32, from three TF32 products (22 bits), or in plain float32. A configuration holds the index into this tuple.
-PRECISIONS = ("16-bit", "tf32", "tf32x3", "ieee")
-HALF, TF32, TF32X3, IEEE = range(4)
+# TF32, from three TF32 products (22 bits), in plain float32, or from six bfloat16 products (24 bits). A configuration
+# holds the index into this tuple.
+PRECISIONS = ("16-bit", "tf32", "tf32x3", "ieee", "bf16x6")
+HALF, TF32, TF32X3, IEEE, BF16X6 = range(5)
 
 LARGEST_D, LARGEST_M = 512, 256
 
@@ -25,7 +26,9 @@ class Config(NamedTuple):
     otherwise a second launch over chunks does, whose programs take `features` of D at a time. `stages` is how far loads
     run ahead in a walk. `precision` and `solve` are how products and how the triangular inverse are formed. Long
     sequences are cut into `groups` that walk side by side, where that is not 0. With `gather`
-    DPFP loads the factors of every feature, else it takes them from a tile by products.
+    DPFP loads the factors of every feature, else it takes them from a tile by products. With `careful` what is
+    written, and the inverse, enter 16-bit products in two parts. `registers`, where that is not 0, is how many a thread
+    of the launches over chunks may have: fewer of them, more programs side by side.
     """
 
     chunk: int
@@ -43,6 +46,8 @@ class Config(NamedTuple):
     features: int
     groups: int = 0
     gather: int = 0
+    careful: int = 0
+    registers: int = 0
 
 
 def _fused(chunk: int, columns: int, precision: int, solve: int, warps: int, stages: int) -> Config:
@@ -162,6 +167,11 @@ def number_of_groups(T: int, cu_seqlens: Tensor | None, config: Config) -> int:
     """Groups that a sequence is cut into; 0 for none."""
     length = group_length(T, cu_seqlens, config)
     return -(-T // length) if length else 0
+
+
+def inverse_dtype(data: torch.dtype, state: torch.dtype, config: Config) -> torch.dtype:
+    """What inverses are stored in."""
+    return torch.float16 if config.careful and config.precision == HALF else operand_dtype(data, state, config)
 
 
 def operand_dtype(data: torch.dtype, state: torch.dtype, config: Config) -> torch.dtype:

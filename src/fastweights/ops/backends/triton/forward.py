@@ -10,6 +10,7 @@ import triton.language as tl
 from fastweights.ops.backends.triton.features import load_features
 from fastweights.ops.backends.triton.pieces import (
     dot,
+    fine_dot,
     inverse,
     load_gate,
     load_rows,
@@ -65,6 +66,7 @@ def walk_forward(
     SUM: tl.constexpr,
     GATHER: tl.constexpr,
     LOGITS: tl.constexpr,
+    CAREFUL: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -137,15 +139,15 @@ def walk_forward(
         if WRITE:
             u *= load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)[None, :]
         if ERASE:
-            u = dot(u - recall, X, OPERAND, PRECISION)
+            u = fine_dot(u - recall, X, OPERAND, PRECISION, False, CAREFUL)
 
         if READ:
-            out = read + dot(u, scores, OPERAND, PRECISION)
+            out = read + fine_dot(u, scores, OPERAND, PRECISION, True, CAREFUL)
             store_columns(y, out, rows, left, m, H * M, M)
         if DECAY:
             u *= remain[None, :]
             W_t *= tl.sum(tl.where(rows == C - 1, fade, 0.0), 0)
-        W_t += dot(u, k_, OPERAND, PRECISION)
+        W_t += fine_dot(u, k_, OPERAND, PRECISION, True, CAREFUL)
 
         q += C * q_token
         k += C * k_token

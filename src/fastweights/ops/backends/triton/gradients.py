@@ -11,6 +11,7 @@ import triton.language as tl
 from fastweights.ops.backends.triton.features import gate_slope, load_features, raw_gradient
 from fastweights.ops.backends.triton.pieces import (
     dot,
+    fine_dot,
     load_gate,
     load_rows,
     multiply,
@@ -216,6 +217,7 @@ def chunk_gradients(
     SUM: tl.constexpr,
     GATHER: tl.constexpr,
     LOGITS: tl.constexpr,
+    CAREFUL: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -285,7 +287,7 @@ def chunk_gradients(
         if ERASE:
             u -= recall * (erase * fade)[:, None]
             X_t = tl.load(inverses + (slot.to(tl.int64) * H + head) * C * C + s * C + t)
-            u = dot(tl.trans(X_t), u, OPERAND, PRECISION)
+            u = fine_dot(tl.trans(X_t), u, OPERAND, PRECISION, True, CAREFUL)
 
     du = load_rows(dright + token * H * M + head * M, rows, left, m, H * M, M)
     dy_t = tl.trans(load_rows(dy + token * dy_token + head * dy_head, rows, left, m, dy_token, M))

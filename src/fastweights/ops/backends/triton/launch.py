@@ -16,8 +16,10 @@ from triton.compiler import CompiledKernel
 
 from fastweights.ops.backends.triton.backward import walk_backward
 from fastweights.ops.backends.triton.configs import (
+    HALF,
     PRECISIONS,
     Config,
+    inverse_dtype,
     kept_shapes,
     operand_dtype,
     power_of_two,
@@ -54,10 +56,10 @@ class Start:
         grid: int,
         strides: tuple[int, ...],
         constants: Callable[[], Constants],
-        pace: tuple[int, int],
+        pace: dict[str, int],
         device: torch.device,
     ) -> None:
-        """`constants` are made when the kernel is compiled, for `pace` = (warps, stages)."""
+        """`constants` are made when the kernel is compiled; `pace` are the compiler's options."""
         self.kernel, self.depends_on, self.grid, self.strides = kernel, (id(kernel), *depends_on), grid, strides
         self.constants, self.pace, self.device = constants, pace, device.index
         self.found: tuple[Any, ...] | None = None
@@ -79,7 +81,7 @@ class Start:
             count = len(tensors) + len(integers) + len(self.strides)
             values = tuple(named[name] for name in self.kernel.arg_names[count:])
             arguments = (*tensors, *integers, *self.strides, *values)
-            result = self.kernel[(self.grid,)](*arguments, num_warps=self.pace[0], num_stages=self.pace[1])
+            result = self.kernel[(self.grid,)](*arguments, **self.pace)
             if not bits & 15 and isinstance(result, CompiledKernel):
                 _compiled[self.depends_on] = result, values
                 self._find(result, values)
@@ -94,6 +96,11 @@ class Start:
 
         if not (getattr(knobs.runtime.launch_enter_hook, "calls", None) or self.device is None):
             self.found = (compiled.run, compiled.function, compiled.packed_metadata, (*self.strides, *values))
+
+
+def paced(warps: int, stages: int, registers: int = 0) -> dict[str, int]:
+    """The compiler's options for a launch; registers of a thread are not limited where that is 0."""
+    return {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
 
 
 def kind_of(x: Tensor | None) -> tuple[torch.dtype, tuple[int, ...]] | None:
@@ -165,6 +172,7 @@ class Plan:
         self.q_shape, self.gate_shape = tuple(q.shape), (B, T, self.H)
         self.q_dtype, self.gate_dtypes = q.dtype, (_type_of(a), _type_of(e), _type_of(w))
         self.kept_dtype = operand_dtype(q.dtype, wide, config)
+        self.inverse_dtype = inverse_dtype(q.dtype, wide, config)
         shape = (B, T, self.H, self.D)
         erases = e is not None
         self.shapes = tuple(kept_shapes(shape, self.M, erases, cu_seqlens, bool(keep), config) for keep in (0, 1))
@@ -191,6 +199,7 @@ class Plan:
             "SUM": bool(features.sum),
             "GATHER": bool(config.gather),
             "LOGITS": bool(features.logits),
+            "CAREFUL": bool(config.careful) and config.precision == HALF,
             "OPERAND": TYPES[self.kept_dtype],
             "ACC": TYPES[wide],
             "PRECISION": "ieee" if precision == "16-bit" else precision,
@@ -204,7 +213,7 @@ class Plan:
             self.shapes[1][1][0] * self.H,
             (*self.strides[2:4], *self.gate_strides),
             {"BLOCK_D": min(config.features, power_of_two(self.D))},
-            (config.invert_warps, 1),
+            paced(config.invert_warps, 1, config.registers),
         )
         self.walks = {read: self._forward_walk(read) for read in (True, False)}
         self.backs: dict[Any, tuple[Start, Start]] = {}
@@ -220,7 +229,7 @@ class Plan:
         grid: int,
         strides: tuple[int, ...],
         more: Constants,
-        pace: tuple[int, int],
+        pace: dict[str, int],
         *depends_on: Any,
     ) -> Start:
         return Start(
@@ -238,7 +247,7 @@ class Plan:
 
     def _forward_walk(self, read: bool) -> Start:
         more = {"BLOCK_M": self.block, "PREPARED": self.prepared, "READ": read}
-        pace = (self.config.forward_warps, self.config.forward_stages)
+        pace = paced(self.config.forward_warps, self.config.forward_stages)
         return self._start(walk_forward, self._programs(self.block), self.strides, more, pace, read)
 
     def forward(
@@ -268,7 +277,7 @@ class Plan:
         kept = self.shapes[keep]
         states = torch.empty(kept[0], dtype=self.kept_dtype, device=device)
         if inverses is None:
-            inverses = torch.empty(kept[1], dtype=self.kept_dtype, device=device)
+            inverses = torch.empty(kept[1], dtype=self.inverse_dtype, device=device)
             if self.prepared:
                 self.invert((k, a, e, cu_seqlens, inverses), self.N, self.T)
         tensors = (q, k, v, a, e, w, W, cu_seqlens, y, W_end, states, inverses)
@@ -281,12 +290,13 @@ class Plan:
         fused = self.fused and not only_state
         block = power_of_two(self.M) if fused else self.block
         more = {"BLOCK_M": block, "FUSED": fused, "RIGHT": self.separate}
-        pace = (config.backward_warps, config.backward_stages)
+        pace = paced(config.backward_warps, config.backward_stages)
         key = (dy.dtype, strides, only_state)
         walk = self._start(walk_backward, self._programs(block), strides, more, pace, *key)
         blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M)}
         programs = self.shapes[1][0][0] * self.H
-        return walk, self._start(chunk_gradients, programs, strides, blocks, (config.chunk_warps, 1), *key)
+        pace = paced(config.chunk_warps, 1, config.registers)
+        return walk, self._start(chunk_gradients, programs, strides, blocks, pace, *key)
 
     def backward(
         self,

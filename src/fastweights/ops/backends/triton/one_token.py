@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.ops.backends.triton.features import quotient, vector_features
-from fastweights.ops.backends.triton.launch import MOST_SHAPES, TYPES, Constants, Gates, Start, even, kind_of
+from fastweights.ops.backends.triton.launch import MOST_SHAPES, TYPES, Constants, Gates, Start, even, kind_of, paced
 from fastweights.ops.features import Features
 
 
@@ -185,7 +185,7 @@ def _start(
         "LOGITS": bool(features.logits),
         "ACC": TYPES[wide],
     }
-    pace = (max(1, min(8, block_d * block_m // 1024)), 1)
+    pace = paced(max(1, min(8, block_d * block_m // 1024)), 1)
     programs = B * H * -(-M // block_m)
     start = Start(take_step, depends_on, programs, strides, lambda: constants, pace, q.device)
     return start, D, wide, all(x is y for x, y in zip(ready, gates, strict=True))

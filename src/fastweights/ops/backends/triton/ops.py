@@ -22,6 +22,7 @@ from fastweights.ops.backends.triton.configs import (
     Config,
     configuration,
     group_length,
+    inverse_dtype,
     kept_shapes,
     number_of_groups,
     operand_dtype,
@@ -96,7 +97,8 @@ def _(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, wide, tied, config, features
     config, (_, H, D, M) = Config(*config), W.shape
     kept = operand_dtype(q.dtype, wide, config)
     shapes = kept_shapes((*q.shape[:3], D), M, e is not None, cu_seqlens, keep, config)
-    states, inverses = (q.new_empty(shape, dtype=kept) for shape in shapes)
+    states = q.new_empty(shapes[0], dtype=kept)
+    inverses = q.new_empty(shapes[1], dtype=inverse_dtype(q.dtype, wide, config))
     groups = q.shape[0] * number_of_groups(q.shape[1], cu_seqlens, config)
     transitions = W.new_empty((groups, H, D, D))
     return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), states, inverses, transitions

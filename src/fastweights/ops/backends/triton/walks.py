@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastweights.ops.backends.triton.configs import Config, group_length, power_of_two
 from fastweights.ops.backends.triton.groups import scan_groups
-from fastweights.ops.backends.triton.launch import Constants, Gates, Start, plan
+from fastweights.ops.backends.triton.launch import Constants, Gates, Start, paced, plan
 from fastweights.ops.features import PLAIN, Features
 
 
@@ -126,6 +126,6 @@ def _scan(B: int, transitions: Tensor, changes: Tensor, initial: Tensor | None, 
 
     depends_on = (changes.device.index, changes.dtype, H, D, M, back)
     programs = B * H * -(-M // block)
-    start = Start(scan_groups, depends_on, programs, (), constants, (4, 1), changes.device)
+    start = Start(scan_groups, depends_on, programs, (), constants, paced(4, 1), changes.device)
     start((transitions, changes, begin, states), groups // B, int(initial is not None))
     return states
