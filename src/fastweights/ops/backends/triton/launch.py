@@ -90,6 +90,12 @@ class Start:
         compiled[(self.grid, 1, 1)](*pointers, *integers, *self.strides, *values)
         self._find(compiled, values)
 
+    def compile(self, kinds: Sequence[torch.dtype | None], *integers: int) -> Any:
+        """The kernel for tensors of these dtypes, compiled and not run."""
+        named = self.constants()
+        values = (named[name] for name in self.kernel.arg_names[len(kinds) + len(integers) + len(self.strides) :])
+        return self.kernel.warmup(*kinds, *integers, *self.strides, *values, grid=(1,), **self.pace)
+
     def _find(self, compiled: Any, values: tuple[Any, ...]) -> None:
         """Remember how to run a kernel without Triton's hooks, unless somebody hooked in."""
         from triton import knobs
@@ -297,6 +303,26 @@ class Plan:
         programs = self.shapes[1][0][0] * self.H
         pace = paced(config.chunk_warps, 1, config.registers)
         return walk, self._start(chunk_gradients, programs, strides, blocks, pace, *key)
+
+    def compile(self, bounds: torch.dtype | None, groups: bool) -> list[Any]:
+        """All kernels that a forward and a backward pass with contiguous dy need, over groups if so; none is run."""
+        q, kept, inverse, wide = self.q_dtype, self.kept_dtype, self.inverse_dtype, self.wide
+        a, e, w = self.gate_dtypes
+        found = []
+        if self.prepared:
+            found.append(self.invert.compile((q, a, e, bounds, inverse), self.N, self.T))
+        for read in (True, False) if groups else (True,):
+            kinds = (q, q, q, a, e, w, wide, bounds, self.dtype if read else q, wide, kept, inverse)
+            found.append(self.walks[read].compile(kinds, self.T, 1, 1))
+        dy = torch.empty(self.y_shape, dtype=self.dtype, device="meta")
+        given = (q, q, q, a, e, w, bounds, kept, inverse, self.dtype)
+        right = kept if self.separate else q
+        for only_state in (True, False) if groups else (False,):
+            walk, chunks = self._backward_starts(dy, only_state)
+            found.append(walk.compile((*given, wide, q, q, q, a, e, w, wide, kept, right), self.T, 1, 1))
+        if not self.fused:
+            found.append(chunks.compile((*given, q, q, a, e, w, kept, right), self.N, self.T))
+        return found
 
     def backward(
         self,

@@ -252,6 +252,10 @@ def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
     dy, dW = normal(B, T, H, M), normal(*W.shape, dtype=wide)
 
     last = (kind.config, kind.features)
+    if device.type == "cuda":
+        from fastweights.ops.backends.triton.walks import compile_side_by_side
+
+        compile_side_by_side(q, k, v, (a, e, w), bounds, wide, kind.tied, *last)
     y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, kind.dtype, wide, kind.tied, True, *last)
     grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, wide, kind.tied, True, *last)
     ours = [y, W_end, *grads[:3], *(gate for gate in grads[3] if gate is not None), grads[4]]
