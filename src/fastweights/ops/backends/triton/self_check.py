@@ -334,7 +334,7 @@ def _exact(
     with torch.enable_grad():
         for x in there:
             x.requires_grad_()
-        assert q is not None and k is not None
+        assert q is not None and k is not None and v is not None and W is not None
         maps = kind.features
         a, e, w = (None if gate is None else maps.gate(gate) for gate in (a, e, w))
         y, W_end = chunked.recurrence(maps.of(q), maps.of(k), v, a, e, e if kind.tied else w, W, bounds, torch.float64)

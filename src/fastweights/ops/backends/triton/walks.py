@@ -113,7 +113,7 @@ def compile_side_by_side(
     length = group_length(q.shape[1], cu_seqlens, config)
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     if length:
-        cu_seqlens = _bounds(*q.shape[:2], length, q.device)
+        cu_seqlens = _bounds(q.shape[0], q.shape[1], length, q.device)
         q, k, v, gates = _in_a_row(q), _in_a_row(k), _in_a_row(v), _gates_in_a_row(gates)
         N = cu_seqlens.numel() - 1
     walks = plan(q, k, v, gates, N, cu_seqlens, q.dtype, wide, tied, config, features)
