@@ -1,12 +1,12 @@
 """Words a second and memory of every language model in training [Sec. 6.3, "Complexity, wall clock time, memory"].
 
 Each model makes a few updates of the small configuration, one model after the other, with all cores or the whole GPU to
-itself; the median of several stretches counts. The text is drawn by Zipf's law over the 267,735 words of WikiText-103,
-on whose frequencies the adaptive softmax depends: no corpus is needed. Memory is, on a GPU, the most that was allocated;
-on a CPU, the most that the process held above what it held before the model was made.
+itself; the median of several stretches counts. The text is drawn by Zipf's law over as many words as WikiText-103 has,
+because the adaptive softmax depends on their frequencies: no corpus is needed. Memory is, on a GPU, the most that was
+allocated; on a CPU, the most that the process held above what it held before the model was made.
 
-The paper's numbers are of its own CUDA kernels on two V100 in 2021: they say what it found the rules to cost beside each
-other, and are not a measure of this library.
+The paper's numbers are of its own CUDA kernels on two V100 in 2021: they say what it found the rules to cost beside
+each other, and are not a measure of this library.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
     cutting = {name: config[name] for name in ("segment", "batch_size", "context")}
     stretches, updates = config["stretches"], config["updates"]
     tokens = config["segment"] * config["batch_size"]
-    corpus = _text(network.vocab_size, tokens * (stretches + 1) * updates + config["batch_size"], config["batch_size"])
+    corpus = _text(network.vocab_size, tokens * (stretches + 1) * updates + config["batch_size"])
     task = LanguageTask(network, corpus, eval_batch=1, **cutting)
     training = {**config["training"], "betas": tuple(config["training"]["betas"])}
     settings = replace(TrainingConfig(**training), **means(device))
@@ -156,8 +156,8 @@ def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
     }
 
 
-def _text(words: int, length: int, rows: int) -> Corpus:
-    """A text of words drawn by Zipf's law, the frequent ones first; there is no need for a vocabulary that names them."""
+def _text(words: int, length: int) -> Corpus:
+    """A text of words drawn by Zipf's law, the frequent ones first; nobody asks for their names."""
     import torch
 
     from fastweights.data.tokens import TokenStream
@@ -210,7 +210,8 @@ def claims(results: Results) -> list[Claim]:
     return [
         Claim(
             marginal,
-            f"{shown['delta']} against {shown['linear']} words/s, {_gib(memory['delta'])} against {_gib(memory['linear'])}",
+            f"{shown['delta']} against {shown['linear']} words/s, "
+            f"{_gib(memory['delta'])} against {_gib(memory['linear'])}",
             papers[0],
             speeds["delta"] >= MARGINAL * speeds["linear"] and memory["linear"] >= MARGINAL * memory["delta"],
         ),
@@ -241,7 +242,7 @@ def _thousands(speed: float) -> str:
 
 
 def _gib(memory: float) -> str:
-    return f"{memory / 2**30:.2g} GiB"
+    return f"{memory / 2**30:.2f} GiB" if memory >= 2**30 else f"{memory / 2**20:.0f} MiB"
 
 
 def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -166,11 +166,9 @@ def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if config["model"] in PAPER_BROKEN:
         return dict.fromkeys(language.SPLITS, PAPER_BROKEN[config["model"]])
     found: dict[str, Any] | None = entry({**PAPER, **LIMITED}.get(config["model"]))
-    return (
-        {**(found or {}), "memories": {str(memory): pair for memory, pair in PAPER_XL.items()}}
-        if config["model"] == "xl"
-        else found
-    )
+    if config["model"] != "xl":
+        return found
+    return {**(found or {}), "memories": {str(memory): pair for memory, pair in PAPER_XL.items()}}
 
 
 EXPERIMENT = language.experiment(
