@@ -127,7 +127,7 @@ def _means(results: Results, *models: str) -> tuple[Pair, ...] | None:
 def _delta_and_xl(results: Results) -> tuple[tuple[int, Pair] | None, list[tuple[int, Pair]]]:
     """State size and perplexities of the Delta Network, and of Transformer-XL with each memory, by the first seed."""
     delta = next((_state(record.metrics) for record in results.of("delta-carried")), None)
-    xl = next((record.metrics.get("evaluations", []) for record in results.of("xl")), [])
+    xl: list[dict[str, Any]] = next((record.metrics.get("evaluations", []) for record in results.of("xl")), [])
     return delta, sorted(state for found in xl if (state := _state(found)))
 
 
