@@ -157,8 +157,18 @@ def test_table_4_shows_every_memory():
     assert rows["Transformer-XL, memory 15"][2:] == ("0.131 M", "65.7", "65.5", "65.7", "65.5")
     assert rows["Transformer-XL, memory 384"][2:] == ("6.29 M", "24.6", "25.5", "24.6", "25.5")
     assert rows["Linear Transformer, no attention norm."][3:] == ("diverged", "diverged", "> 1600", "> 1600")
-    small = table4.table(results("table4", TABLE4, "small"))
-    assert all(row[-2:] == ("", "") for row in small.rows), "the paper has no such model"
+    small = {row[0]: row for row in table4.table(results("table4", TABLE4, "small", {"xl": {"evaluations": XL}})).rows}
+    assert small["Delta Network"][-2:] == ("27.8 (D = 256)", "29.4 (D = 256)"), "the paper has no such small model"
+    assert small["Transformer-XL, memory 15"][-1] == "65.5 (memory 15)"
+
+
+def test_table_2_shows_the_papers_numbers_of_the_same_size():
+    paper = {(model, size): pair for size, row in table2.PAPER.items() for model, pair in row.items()}
+    rows = {row[:2]: row for row in EXPERIMENTS["table2"].table(results("table2", paper)).rows}
+    assert rows["Delta Network", "128"][2:4] == rows["Delta Network", "128"][5:] == ("34.1", "35.5")
+    assert rows["Delta Network", "256"][2:4] == rows["Delta Network", "256"][5:] == ("29.7", "31.5")
+    (row,) = EXPERIMENTS["table2"].table(results("table2", {"delta": (9.0, 9.0)}, "small")).rows
+    assert row[5:] == ("34.1 (D = 128)", "35.5 (D = 128)")
 
 
 def test_claims_of_table_5():

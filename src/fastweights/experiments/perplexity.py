@@ -11,6 +11,8 @@ from fastweights.experiments.language import SPLITS
 Pair = tuple[float, float]
 """Validation and test perplexity."""
 
+PAPER_HEADER = ("paper, validation", "paper, test")
+
 
 def ppl(record: Record, split: str) -> float:
     """Perplexity of a cell; infinite where its training diverged."""
@@ -61,25 +63,38 @@ def against(paper: Mapping[int, Mapping[str, Pair]], model: str, other: str) -> 
     )
 
 
-def table(labels: Mapping[str, str], paper: Callable[[str, int], Pair | None]) -> Callable[[Results], Table]:
-    """`Experiment.table`: a row for each model and size, validation and test perplexity, ours and the paper's."""
+def table(labels: Mapping[str, str], paper: Mapping[int, Mapping[str, Pair]]) -> Callable[[Results], Table]:
+    """`Experiment.table`: a row for each size and model, validation and test perplexity, ours and the paper's.
+
+    Where the paper has no model of that size, its smallest stands there with its size.
+    """
 
     def table(results: Results) -> Table:
-        header = ("model", "D", "validation", "test", "paper, validation", "paper, test", "parameters")
+        header = ("model", "D", "validation", "test", "parameters")
         rows = []
         for size in results.sizes():
             for model, label in labels.items():
                 ours = mean(results, model, size)
                 if ours is None:
                     continue
-                theirs = paper(model, size)
+                theirs = next((row.get(model) for at, row in paper.items() if at == size), None)
+                if theirs is None and paper:
+                    theirs = paper[min(paper)].get(model)
                 parameters = results.of(model, size)[0].metrics.get("parameters")
                 count = "" if parameters is None else f"{parameters / 1e6:.2f} M"
-                shown = [show(value) for value in (*ours, *(theirs or ()))]
-                rows.append((label, str(size), *shown, *[""] * (4 - len(shown)), count))
-        return Table(header, tuple(rows))
+                beside = beside_ours(theirs, size, min(paper, default=size) if size not in paper else size)
+                rows.append((label, str(size), *map(show, ours), count, *(beside if paper else ())))
+        return Table((*header, *(PAPER_HEADER if paper else ())), tuple(rows))
 
     return table
+
+
+def beside_ours(pair: Pair | None, size: int, theirs: int) -> tuple[str, str]:
+    """The paper's numbers for a row of ours, with their size where it is another."""
+    if pair is None:
+        return ("", "")
+    valid, test = (show(value) + ("" if size == theirs else f" (D = {theirs})") for value in pair)
+    return valid, test
 
 
 def lower_in_all(results: Results, pairs: Sequence[tuple[str, str]], text: str, paper: str) -> Claim:

@@ -81,5 +81,5 @@ EXPERIMENT = language.experiment(
     scales=SCALES,
     claims=claims,
     paper=paper,
-    table=perplexity.table(LABELS, lambda model, size: PAPER.get(model) if size == 128 else None),
+    table=perplexity.table(LABELS, {128: PAPER}),
 )

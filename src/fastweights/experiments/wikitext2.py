@@ -65,6 +65,6 @@ EXPERIMENT = language.experiment(
     models=LABELS,
     scales=SCALES,
     claims=claims,
-    table=perplexity.table(LABELS, lambda model, size: None),
+    table=perplexity.table(LABELS, {}),
     text=language.WIKITEXT2,
 )
