@@ -184,7 +184,7 @@ def test_claims_of_table_5():
 def test_claims_of_wikitext_2():
     good = {"transformer": (80.0, 75.0), "linear": (99.0, 91.0), "delta": (90.0, 85.0), "dpfp-1-delta": (88.0, 84.0)}
     assert verdicts("wikitext2", results("wikitext2", good)) == [True] * 3
-    bad = {"transformer": (89.0, 85.0), "linear": (89.0, 91.0), "delta": (90.0, 85.0), "dpfp-1-delta": (90.0, 84.0)}
+    bad = {"transformer": (89.0, 85.0), "linear": (89.0, 91.0), "delta": (90.0, 85.0), "dpfp-1-delta": (91.0, 84.0)}
     assert verdicts("wikitext2", results("wikitext2", bad)) == [False] * 3
 
 
@@ -207,6 +207,20 @@ def test_claims_of_speed():
         "this machine is not theirs"
     )
     assert speed.SCALES["paper"].decides
+
+
+def test_close_calls_after_a_short_training_are_undecided():
+    for scale, close, apart in (("small", None, False), ("paper", False, False)):
+        for other, expected in ((100.0, close), (90.0, apart)):
+            pairs = {"delta": (100.5, 100.5), "linear": (other, 110.0), "performer": (9.0, 9.0)}
+            assert verdicts("table2", results("table2", pairs, scale))[0] is expected
+    assert verdicts("table2", results("table2", {"delta": (9.0, 9.0), "linear": (9.5, 9.5)}, "small"))[0] is True
+    gains = {"dpfp-1": (90.0, 90.0), "dpfp-1-delta": (88.0, 88.0), "performer-wide": (92.0, 92.0)}
+    close = results("table5", {**gains, "performer-wide-delta": (90.5, 90.5)}, "small")
+    assert verdicts("table5", close) == [True, True, None]
+    assert verdicts("table5", results("table5", {**gains, "performer-wide-delta": (95.0, 95.0)}, "small"))[2] is True
+    diverged = results("table5", {**gains, "performer-wide-delta": (None, None)}, "small")
+    assert verdicts("table5", diverged) == [False, True, None]
 
 
 def test_a_tie_is_not_a_win():
