@@ -229,11 +229,12 @@ def test_every_table_from_the_command_line(invoke, tmp_path):
 
 
 def test_runs_can_be_kept_and_settings_shown(invoke, tmp_path):
-    options = ["--models", "linear", "--set", "dropout=0.2", "--keep-runs"]
+    options = ["--models", "linear", "--set", "dropout=0.2", "--set", "log_every=3", "--keep-runs"]
     result = invoke("reproduce", "table2", "--scale", "smoke", *options)
     assert result.exit_code == 0, result.output
     (run,) = (tmp_path / "out" / "table2" / "runs").iterdir()
-    assert json.loads((run / "config.json").read_text())["task"]["model"]["dropout"] == 0.2
+    config = json.loads((run / "config.json").read_text())
+    assert config["task"]["model"]["dropout"] == 0.2 and config["training"]["log_every"] == 3
     assert "--set dropout=0.2" in (tmp_path / "out" / "index.html").read_text()
 
 
@@ -264,6 +265,7 @@ def test_a_full_scale_takes_its_corpus_among_several(corpus, monkeypatch, tmp_pa
         (["table2", "--scale", "smoke", "--set", "lr=1", "--set", "lr=2"], "lr is given twice"),
         (["table2", "--scale", "smoke", "--set", "d_modell=3"], "did you mean 'd_model'"),
         (["table2", "--scale", "smoke", "--set", "seed=3"], "--seeds"),
+        (["speed", "--scale", "smoke", "--set", "devices=2"], "devices is not for --set: it follows from --device"),
         (["table2", "--scale", "smoke", "--set", "precision=bf17"], "precision"),
         (["table2", "--scale", "smoke", "--sizes", "20"], "leaves nothing to run at scale smoke"),
     ],
