@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from fastweights.commands import progress
 from fastweights.commands import reproduce as commands
 from fastweights.data.prepare import prepare
 from fastweights.experiments import EXPERIMENTS, language
@@ -207,7 +208,8 @@ def test_measurements_of_a_log():
     assert measurements([], Score("loss"))["best_loss"] is None
 
 
-def test_every_table_from_the_command_line(invoke, tmp_path):
+def test_every_table_from_the_command_line(invoke, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "_SILENCE", 0.0)
     result = invoke("reproduce", *TABLES, "--scale", "smoke", "--jobs", "1", "--device", "cpu")
     assert result.exit_code == 0, result.output
     out, page = tmp_path / "out", (tmp_path / "out" / "index.html").read_text()
@@ -219,7 +221,8 @@ def test_every_table_from_the_command_line(invoke, tmp_path):
         assert all(f'<th scope="col">{column}</th>' in page for column in rows)
     cells = [path.stem for path in out.glob("*/cells/*.json")]
     assert len(set(cells)) == 16 + 12 and len(cells) == 5 + 4 + 6 + 5 + 4 + 12, "equal cells are trained once"
-    assert result.stderr.count("after 4 steps") == 16
+    assert result.stderr.count("after 4 steps") == 16 and result.stderr.count(" words/s, ") == 12
+    assert "table4 xl D=16: step 3 of 4, loss" in result.stderr, "a long cell says where it is"
     assert "Delta Network" in page and "text.txt" in page and "data:image/svg+xml" in page
     assert "http:" not in page and "https:" not in page
     again = invoke("reproduce", *TABLES, "--scale", "smoke")
