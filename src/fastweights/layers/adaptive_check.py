@@ -22,6 +22,8 @@ def refuses(hidden: Tensor, weight: Tensor) -> str | None:
         return reason
     if hidden.shape[-1] > LARGEST_D:
         return f"d_model may be up to {LARGEST_D}, got {hidden.shape[-1]}"
+    if weight.numel() >= 2**31:
+        return f"the kernels address up to 2**31 weights, got {weight.numel()}"
     if interpreted():
         right = hidden.device.type == "cpu" and hidden.dtype in (torch.float32, torch.float64)
         return None if right else "Triton's interpreter takes float32 and float64 on the CPU"
@@ -93,5 +95,5 @@ def compare(
         ours = [nll, *torch.autograd.grad(nll, inputs, grad.to(nll.dtype))]
         theirs = [expected, *torch.autograd.grad(expected, exact, grad.double())]
     names = ("nll", "hidden", "weight", "bias", "cluster_weight", "cluster_bias")
-    pairs = [pair for pair in zip(names, ours, theirs, strict=True) if pair[1].numel()]
-    return {name: float((a.double() - b).norm() / b.norm().clamp_min(1e-30)) for name, a, b in pairs}
+    pairs = [(n, a.detach(), b.detach()) for n, a, b in zip(names, ours, theirs, strict=True) if a.numel()]
+    return {name: (a.double() - b).norm().div(b.norm()).item() for name, a, b in pairs}

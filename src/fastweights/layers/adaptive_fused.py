@@ -43,13 +43,13 @@ class Config(NamedTuple):
 # The largest d_model a row is for, smallest first. Four warps: at eight Triton 3.6 has miscompiled other kernels.
 TABLE: dict[torch.dtype, dict[int, Config]] = {
     torch.bfloat16: {
-        64: Config(128, 128, 4, 3, 128, 64, 4, 3),
-        128: Config(128, 64, 4, 3, 128, 64, 4, 3),
-        256: Config(64, 64, 4, 3, 64, 64, 4, 3),
+        64: Config(128, 64, 4, 3, 128, 64, 4, 3),
+        128: Config(128, 32, 4, 3, 128, 32, 4, 3),
+        256: Config(64, 32, 4, 3, 64, 32, 4, 3),
     },
     torch.float32: {
-        128: Config(64, 32, 4, 2, 64, 32, 4, 2),
-        256: Config(32, 32, 4, 2, 32, 32, 4, 2),
+        128: Config(64, 16, 4, 2, 64, 16, 4, 2),
+        256: Config(32, 16, 4, 1, 32, 16, 4, 1),
     },
     # The interpreter only.
     torch.float64: {256: Config(16, 16, 4, 1, 16, 16, 4, 1, parts=4, least=16)},

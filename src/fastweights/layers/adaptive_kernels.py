@@ -22,13 +22,14 @@ def multiply(x, y, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, rows, stop, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of a (·, D) matrix, zero from row `stop` on."""
-    columns = tl.arange(0, BLOCK_D)
-    there = rows[:, None] < stop
+def load_rows(x, first, stop, COUNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """COUNT rows of a (·, D) matrix, zero from row `stop` on. What differs from call to call is one address."""
+    rows = tl.arange(0, COUNT)[:, None]
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    there = rows < stop - first
     if BLOCK_D != D:
-        there &= columns[None, :] < D
-    return tl.load(x + rows[:, None].to(tl.int64) * D + columns[None, :], there, 0.0)
+        there &= columns < D
+    return tl.load(x + first * D + (rows * D + columns), there, 0.0)
 
 
 @triton.jit
@@ -72,10 +73,10 @@ def arrange(
     here = rows < N
     source = tl.load(order + rows, here, 0)
     word = tl.load(words + rows, here, 0).to(tl.int32)
-    tile = load_rows(hidden, source, N, D, BLOCK_D)
     columns = tl.arange(0, BLOCK_D)
-    to = sorted_hidden + rows[:, None].to(tl.int64) * D + columns[None, :]
-    tl.store(to, tile, here[:, None] & (columns[None, :] < D))
+    there = here[:, None] & (columns[None, :] < D)
+    tile = tl.load(hidden + source[:, None] * D + columns[None, :], there, 0.0)
+    tl.store(sorted_hidden + rows[:, None].to(tl.int64) * D + columns[None, :], tile, there)
     head = tl.load(cutoffs).to(tl.int32)
     last = tl.load(cutoffs + S - 1).to(tl.int32) - 1
     # What is no word stays inside the matrix; `finish` makes its loss NaN.
@@ -122,13 +123,13 @@ def partial_softmax(
         begin = tl.load(rows + s) + left % parts * width
         end = tl.minimum(begin + width, tl.load(rows + s + 1))
         inside = tl.arange(0, TILE)
-        tile = load_rows(x, first + left // parts * TILE + inside, stop, D, BLOCK_D)
+        tile = load_rows(x, first + left // parts * TILE, stop, TILE, D, BLOCK_D)
         top = tl.full((TILE,), float("-inf"), ACC)
         total = tl.zeros((TILE,), ACC)
         mean = tl.zeros((TILE, BLOCK_D), ACC)
         for row in range(begin, end, STEP):
             words = row + tl.arange(0, STEP)
-            w = load_rows(weight, words, end, D, BLOCK_D)
+            w = load_rows(weight, row, end, STEP, D, BLOCK_D)
             b = tl.load(bias + words, words < end, float("-inf")).to(ACC) * LOG2E
             logits = multiply(tile, tl.trans(w), PRECISION) * LOG2E + b[None, :]
             higher = tl.maximum(top, tl.max(logits, 1))
@@ -144,7 +145,9 @@ def partial_softmax(
             columns = tl.arange(0, BLOCK_D)
             mean = mean / total[:, None]
             tl.store(
-                means + at[:, None] * D + columns[None, :], mean.to(means.dtype.element_ty), columns[None, :] < D
+                means + slot.to(tl.int64) * TILE * D + (inside[:, None] * D + columns[None, :]),
+                mean.to(means.dtype.element_ty),
+                columns[None, :] < D,
             )
 
 
@@ -256,15 +259,16 @@ def weight_gradient(
         end = tl.load(rows + s + 1)
     first, stop = tokens_of(s, N, starts)
     level = tl.minimum(s, 1) * N
-    own = begin + tile * TILE + tl.arange(0, TILE)
-    w = load_rows(weight, own, end, D, BLOCK_D)
+    begin += tile * TILE
+    own = begin + tl.arange(0, TILE)
+    w = load_rows(weight, begin, end, TILE, D, BLOCK_D)
     b = tl.load(bias + own, own < end, float("-inf")).to(ACC) * LOG2E
     d_w = tl.zeros((TILE, BLOCK_D), ACC)
     d_b = tl.zeros((TILE,), ACC)
     for start in range(first, stop, STEP):
         tokens = start + tl.arange(0, STEP)
         here = tokens < stop
-        t = load_rows(x, tokens, stop, D, BLOCK_D)
+        t = load_rows(x, start, stop, STEP, D, BLOCK_D)
         total = tl.load(totals + level + tokens, here, float("inf"))
         entry = tl.load(entries + level + tokens, here, -1)
         g = tl.load(grad + tokens, here, 0.0).to(ACC)
