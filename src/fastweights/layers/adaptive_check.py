@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastweights.layers.adaptive_dense import TILE_BYTES, adaptive_nll
-from fastweights.layers.adaptive_fused import LARGEST_D, Config, configuration, fused_nll
+from fastweights.layers.adaptive_fused import TABLE, Config, configuration, fused_nll
 from fastweights.ops.backends.triton import interpreted, unavailable
 
 # Relative to the norm; a miscompilation is off by far more.
@@ -20,18 +20,18 @@ def refuses(hidden: Tensor, weight: Tensor) -> str | None:
     """Why the kernels are not for these tensors."""
     if reason := unavailable():
         return reason
-    if hidden.shape[-1] > LARGEST_D:
-        return f"d_model may be up to {LARGEST_D}, got {hidden.shape[-1]}"
     if weight.numel() >= 2**31:
         return f"the kernels address up to 2**31 weights, got {weight.numel()}"
     if interpreted():
         right = hidden.device.type == "cpu" and hidden.dtype in (torch.float32, torch.float64)
-        return None if right else "Triton's interpreter takes float32 and float64 on the CPU"
+        return None if right else f"Triton's interpreter takes float32 and float64 on the CPU, not {hidden.dtype}"
     if hidden.device.type != "cuda":
         return f"the kernels run on CUDA devices, the tensors are on {hidden.device}"
     for name, x in (("hidden vectors", hidden), ("weights", weight)):
         if x.dtype not in LIMITS:
             return f"the kernels take {name} in bfloat16 and float32, not in {x.dtype}"
+    if hidden.shape[-1] > (largest := max(TABLE[hidden.dtype])):
+        return f"d_model may be up to {largest} in {hidden.dtype}, got {hidden.shape[-1]}"
     # Tracing has no numbers to check with; the custom op checks when it first runs.
     return None if torch.compiler.is_compiling() else distrust(hidden, weight)
 

@@ -189,7 +189,7 @@ def finish(
     base = tl.zeros((), tl.int32)
     for s in range(S):
         first, stop = tokens_of(s, N, starts)
-        tiles, parts, width = parts_of(s, N, starts, rows, TILE, STEP, PARTS, LEAST)
+        tiles, parts, _ = parts_of(s, N, starts, rows, TILE, STEP, PARTS, LEAST)
         if (token >= first) & (token < stop):
             slot = base + (token - first) // TILE * parts
             top = tl.full((), float("-inf"), ACC)
