@@ -49,6 +49,9 @@ def lm(
     context: Annotated[
         str | None, _own("limited: each segment alone; carried: its state goes on.", "limited, xl carried")
     ] = None,
+    documents: Annotated[
+        str | None, _own("Where a carried state is emptied: none, articles or paragraphs.", "none")
+    ] = None,
     out: Annotated[Path | None, _own("Folder of the run.", "runs/PRESET-MIXER")] = None,
     steps: Annotated[int | None, _own("Updates of the weights.")] = None,
     batch: Annotated[int | None, _own("Segments in a batch, over all devices.")] = None,
@@ -83,7 +86,7 @@ def lm(
             given |= {"warmup": warmup, "seed": seed, "precision": PRECISIONS.get(str(precision), precision)}
             given |= {"accumulate": accumulate, "devices": _devices(devices), "strategy": strategy}
             given |= {"compile": compile, "eval_every": eval_every, "checkpoint_every": checkpoint_every}
-            given |= {"normalization": normalization, "positions": positions}
+            given |= {"normalization": normalization, "positions": positions, "documents": documents}
             chosen = _settings(settings or [], {name: value for name, value in given.items() if value is not None})
             _check_names(preset, mixer)
             _map_options(chosen, mixer, nu, features)
@@ -193,7 +196,7 @@ def _settings(entries: list[str], given: dict[str, Any]) -> dict[str, Any]:
     from fastweights.training.config import TrainingConfig
     from fastweights.training.language import TASK_FIELDS, check_field
 
-    hints = {**get_type_hints(LanguageModelConfig), **get_type_hints(TrainingConfig), **dict.fromkeys(TASK_FIELDS, int)}
+    hints = {**get_type_hints(LanguageModelConfig), **get_type_hints(TrainingConfig), **TASK_FIELDS}
     chosen = dict(given)
     for entry in entries:
         name, equals, text = entry.partition("=")

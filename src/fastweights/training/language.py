@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastweights.data.documents import DOCUMENTS, mark_documents
 from fastweights.data.tokens import Corpus, Segment, Segments
-from fastweights.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
+from fastweights.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState, check_forgets
 from fastweights.models.presets import CONTEXTS, MIXER_CHOICES, PRESETS, TrainingRecipe, training_recipe
 from fastweights.ops.tables import look_up
 from fastweights.training.config import COMPILE_MODES, PRECISIONS, SCHEDULES, STRATEGIES, TrainingConfig
@@ -30,7 +31,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
 # Fields of the model that the corpus or the arguments of `assemble` decide.
 _DECIDED = {"vocab_size": "follows from the corpus", "mixer": "has its own option", "rule": "has its own option"}
 MODEL_FIELDS = tuple(f.name for f in fields(LanguageModelConfig) if f.name not in _DECIDED)
-TASK_FIELDS = ("segment", "batch_size", "eval_batch")
+TASK_FIELDS = {"segment": int, "batch_size": int, "eval_batch": int, "documents": str}
 TRAINING_FIELDS = tuple(f.name for f in fields(TrainingConfig))
 
 
@@ -38,7 +39,8 @@ class LanguageTask(Task):
     """The next word of a corpus: its training text in `batch_size` rows, read in order, `segment` words at a time.
 
     With context "carried" each segment goes on from the state of the one before, without gradient, and an epoch begins
-    with none; with "limited" every segment stands alone. Validation reads the validation text in the same way in
+    with none; with "limited" every segment stands alone. With `documents` other than "none" a model with fast weights
+    also forgets where one of them begins, see `data.documents`. Validation reads the validation text in the same way in
     `eval_batch` rows, and gives "loss" (nats a word) and "ppl".
     """
 
@@ -51,16 +53,19 @@ class LanguageTask(Task):
         batch_size: int,
         context: str = "limited",
         eval_batch: int = EVAL_BATCH,
+        documents: str = "none",
     ) -> None:
         look_up(dict.fromkeys(CONTEXTS), context, "context")
-        self.model, self.corpus, self.context = model, corpus, context
+        look_up(DOCUMENTS, documents, "kind of documents")
+        self.model, self.corpus, self.context, self.documents = model, corpus, context, documents
         self.segment, self.batch_size, self.eval_batch = segment, batch_size, eval_batch
         self.carried = context == "carried"
         self._check()
         # Layers refuse what a configuration cannot know, such as the options of a feature map.
         with torch.device("meta"):
             self.n_parameters = LanguageModel(model).n_parameters
-        self._streams = {"train": corpus.train, "valid": corpus.valid}
+        streams = {"train": corpus.train, "valid": corpus.valid}
+        self._streams = {split: mark_documents(each, corpus.vocabulary, documents) for split, each in streams.items()}
         self._segments: dict[tuple[int, int], Segments] = {}
         for split, rows in (("train", batch_size), ("valid", eval_batch)):
             try:
@@ -72,6 +77,8 @@ class LanguageTask(Task):
         model, words = self.model, len(self.corpus.vocabulary)
         if model.vocab_size != words:
             raise ValueError(f"the model has vocab_size {model.vocab_size:,}, the corpus {words:,} words")
+        if self.documents != "none":
+            check_forgets(model)
         if self.carried:
             check_carried(model)
             if model.feature_map == "favor" and model.feature_map_options.get("redraw", True):
@@ -105,7 +112,7 @@ class LanguageTask(Task):
     def loss(self, model: nn.Module, batch: Segment, carry: LanguageModelState | None) -> Outcome:
         """Mean of -log p over the words of a segment."""
         assert isinstance(model, LanguageModel)
-        nll, state = model.loss(batch.inputs, batch.targets, None if batch.starts_epoch else carry)
+        nll, state = model.loss(batch.inputs, batch.targets, None if batch.starts_epoch else carry, batch.starts)
         return Outcome(nll.mean(), {"tokens": nll.numel()}, state if self.carried else None)
 
     def validate(self, model: nn.Module) -> dict[str, float]:
@@ -125,6 +132,7 @@ class LanguageTask(Task):
             "segment": self.segment,
             "batch_size": self.batch_size,
             "eval_batch": self.eval_batch,
+            "documents": self.documents,
             "corpus": {"fingerprint": self.corpus.fingerprint, "vocabulary_sha256": vocabulary["sha256"]},
         }
 
@@ -164,6 +172,7 @@ def assemble(
         batch_size=recipe.batch_size,
         context=recipe.context,
         eval_batch=task.get("eval_batch", EVAL_BATCH),
+        documents=task.get("documents", "none"),
     )
     # Ten validations and fifty lines of log, where the authors' intervals would give fewer.
     defaults: dict[str, Any] = {
