@@ -50,7 +50,7 @@ class Learner:
         self._wrapped_optimizer: Any = fabric.setup_optimizers(self._optimizer)
         self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
-        self._loss = task.loss if config.compile is None else torch.compile(task.loss, mode=config.compile)
+        self._loss = self._compiled()
         # Graph replays write their results to the same place each time.
         self._graphed = config.compile in GRAPHING_MODES and self.device.type == "cuda"
         self._meter: dict[str, Tensor] = {}
@@ -63,10 +63,27 @@ class Learner:
         snapshot.seed_everything(config.seed + 1 + self.rank)
         self.model.train()
 
-    def call(self, function: Any, *arguments: Any) -> Any:
-        """`function(model, *arguments)` inside the wrappers' forward pass, at the precision of training."""
+    def _compiled(self) -> Any:
+        """The loss, compiled where that is wanted: the task's regions one for all, or all of it."""
+        mode = self.config.compile
+        if mode is None:
+            return self.task.loss
+        regions = self.task.regions(self.model)
+        if not regions or mode in GRAPHING_MODES:
+            return torch.compile(self.task.loss, mode=mode)
+        for region in regions:
+            region.compile(mode=mode)
+        return self.task.loss
+
+    def call(self, function: Any, *arguments: Any, compiled: bool = False) -> Any:
+        """`function(model, *arguments)` inside the wrappers' forward pass, at the precision of training.
+
+        What is compiled runs so only on request: validation comes in other shapes, each of which would be compiled.
+        """
         call = Call(function, *arguments)
-        self._module(call)
+        eager = not compiled and self.config.compile is not None
+        with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+            self._module(call)
         return call.result
 
     def advance(self) -> None:
@@ -133,7 +150,7 @@ class Learner:
         """Outcome, its number of tokens, and what it carries on, cut off from it."""
         if self._graphed:
             torch.compiler.cudagraph_mark_step_begin()
-        outcome = Outcome(*self.call(self._loss if compiled else self.task.loss, batch, carry))
+        outcome = Outcome(*self.call(self._loss, batch, carry, compiled=compiled))
         keep = (lambda tensor: tensor.detach().clone()) if self._graphed else Tensor.detach
         tokens = keep(self._scalar(outcome.metrics.get("tokens", 1))).float()
         return outcome, tokens, map_tensors(keep, outcome.carry)
