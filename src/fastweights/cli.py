@@ -105,7 +105,7 @@ def lm(
         str, typer.Option(help="Of transformer, linear, delta, performer, performer-delta, dpfp, dpfp-delta and xl.")
     ] = "transformer,delta,linear,dpfp-delta,performer-delta",
     ways: Annotated[
-        str, typer.Option(help="Of plain, bf16, graph, compiled and fast; the first is what the others are compared with.")
+        str, typer.Option(help="Of plain, bf16, graph, compiled and fast; others are compared with the first.")
     ] = "plain,fast",
     corpus: Annotated[
         Path | None, typer.Option(help="A prepared corpus.", show_default="random words, as frequent as in text")

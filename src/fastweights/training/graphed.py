@@ -40,8 +40,6 @@ def refusal(device: torch.device, world: int, groups: Iterable[dict[str, Any]]) 
 def capture(work: Callable[[], Any], pool: Any) -> Callable[[], Any]:
     """Record `work`; the function that comes back repeats it, and returns what it returned, in the same memory."""
     graph = torch.cuda.CUDAGraph()
-    # What earlier updates left in the allocator is of no use to the graph, which has memory of its own.
-    torch.cuda.empty_cache()
     try:
         with torch.cuda.graph(graph, pool=pool):
             result = work()
