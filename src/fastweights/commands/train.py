@@ -64,6 +64,9 @@ def lm(
     devices: Annotated[str | None, _own("Number of devices, or auto for one or what torchrun started.", "auto")] = None,
     strategy: Annotated[str | None, _own("auto, single, ddp or fsdp.", "auto")] = None,
     compile: Annotated[str | None, _own("Mode of torch.compile: default, reduce-overhead, ...", "not compiled")] = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Record updates as CUDA graphs; one process, one GPU.")
+    ] = False,
     minutes: Annotated[float | None, _own("Stop after so long, saved, to be gone on with.", "no limit")] = None,
     eval_every: Annotated[int | None, _own("Updates between validations.", "a tenth, at most 4000")] = None,
     checkpoint_every: Annotated[int | None, _own("Updates between checkpoints.", "every ten minutes")] = None,
@@ -86,7 +89,12 @@ def lm(
             given |= {"warmup": warmup, "seed": seed, "precision": PRECISIONS.get(str(precision), precision)}
             given |= {"accumulate": accumulate, "devices": _devices(devices), "strategy": strategy}
             given |= {"compile": compile, "eval_every": eval_every, "checkpoint_every": checkpoint_every}
-            given |= {"normalization": normalization, "positions": positions, "documents": documents}
+            given |= {
+                "graph": graph or None,
+                "normalization": normalization,
+                "positions": positions,
+                "documents": documents,
+            }
             chosen = _settings(settings or [], {name: value for name, value in given.items() if value is not None})
             _check_names(preset, mixer)
             _map_options(chosen, mixer, nu, features)

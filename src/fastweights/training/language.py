@@ -115,6 +115,11 @@ class LanguageTask(Task):
         nll, state = model.loss(batch.inputs, batch.targets, None if batch.starts_epoch else carry, batch.starts)
         return Outcome(nll.mean(), {"tokens": nll.numel()}, state if self.carried else None)
 
+    def regions(self, model: nn.Module) -> list[nn.Module]:
+        """The blocks: the rest is the softmax, in kernels of its own, and a few additions."""
+        assert isinstance(model, LanguageModel)
+        return list(model.blocks)
+
     def validate(self, model: nn.Module) -> dict[str, float]:
         """Loss and perplexity by segments, close to and a little above those of the paper's protocols."""
         assert isinstance(model, LanguageModel)
