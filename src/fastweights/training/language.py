@@ -187,16 +187,23 @@ def plan(
     }
     schedule = {"steps": recipe.steps, "lr": recipe.lr, "warmup": recipe.warmup_steps}
     training = {**defaults, **training, **schedule}
-    reading = {"eval_batch": task.get("eval_batch", EVAL_BATCH), "documents": task.get("documents", "none")}
-    return Plan(config, recipe, **reading, training=TrainingConfig(**training))
+    eval_batch, documents = task.get("eval_batch", EVAL_BATCH), task.get("documents", "none")
+    return Plan(config, recipe, eval_batch, documents, TrainingConfig(**training))
 
 
 def assemble(corpus: Corpus, **choice: Any) -> tuple[LanguageTask, TrainingConfig]:
     """What `plan` makes of the arguments, on a corpus."""
     made = plan(len(corpus.vocabulary), **choice)
-    cutting = {"segment": made.recipe.segment, "batch_size": made.recipe.batch_size, "eval_batch": made.eval_batch}
-    reading = {"context": made.recipe.context, "documents": made.documents}
-    return LanguageTask(made.model, corpus, **cutting, **reading), made.training
+    task = LanguageTask(
+        made.model,
+        corpus,
+        segment=made.recipe.segment,
+        batch_size=made.recipe.batch_size,
+        context=made.recipe.context,
+        eval_batch=made.eval_batch,
+        documents=made.documents,
+    )
+    return task, made.training
 
 
 def check_field(name: str) -> None:
