@@ -69,7 +69,13 @@ def data(
         if kind is None:
             raise ValueError(f"name a corpus: {', '.join(KINDS)}; --list says more")
         out = Path("data") / kind if out is None else out
-        options = {"valid": valid, "test": test, "min_count": min_count, "max_words": max_words, "vocab": vocab}
+        options: dict[str, Any] = {
+            "valid": valid,
+            "test": test,
+            "min_count": min_count,
+            "max_words": max_words,
+            "vocab": vocab,
+        }
         options |= {"source_language": source_language, "target_language": target_language}
         options |= {"pairs": pairs, "held_out": held_out, "highest": highest}
         start = time.monotonic()

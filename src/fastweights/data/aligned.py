@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 
 from fastweights.data.manifest import DataError
 
-_OPEN: dict[str, Callable[..., IO[bytes]]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+_OPEN: dict[str, Callable[[IO[bytes]], Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 _SEGMENT = re.compile(r"<seg\b[^>]*>(.*?)</seg>", re.DOTALL | re.IGNORECASE)
 _SIDE = re.compile(r"[-.](src|ref)$")
 # The first that a set's name fits decides its use; None is for sets that are no part of any.

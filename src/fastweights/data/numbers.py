@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastweights.data.aligned import Pair
+from fastweights.data.aligned import Pair, Progress
 from fastweights.data.manifest import SPLITS, DataError
 from fastweights.data.pairs import BuiltPairs, build_pairs
 
@@ -55,13 +55,14 @@ def _words(number: int, language: str) -> str:
 def lines(split: str, count: int, highest: int) -> Iterator[Pair]:
     """Lists of two to five numbers of a split, as many small as large ones; the same whenever they are asked for."""
     draw = random.Random(f"{split} of {highest}")
-    chosen = [number for number in range(highest + 1) if split_of(number) == split]
     # By number of digits first, or nearly all of them would be as long as the highest.
-    by_digits = list(
-        {len(str(number)): [n for n in chosen if len(str(n)) == len(str(number))] for number in chosen}.values()
-    )
+    by_digits: dict[int, list[int]] = {}
+    for number in range(highest + 1):
+        if split_of(number) == split:
+            by_digits.setdefault(len(str(number)), []).append(number)
+    choices = list(by_digits.values())
     for number in range(1, count + 1):
-        values = [draw.choice(draw.choice(by_digits)) for _ in range(draw.randint(_SHORTEST, _LONGEST))]
+        values = [draw.choice(draw.choice(choices)) for _ in range(draw.randint(_SHORTEST, _LONGEST))]
         yield Pair(number, ", ".join(map(english, values)), ", ".join(map(german, values)))
 
 
@@ -69,10 +70,10 @@ def build(found: Found, folder: Path, request: Request) -> BuiltPairs:
     """The corpus with the sizes of the request."""
     counts = dict(zip(SPLITS, (request.pairs, request.held_out, request.held_out), strict=True))
 
-    def read(split: str) -> Iterator[Pair]:
+    def read(split: str, progress: Progress) -> Iterator[Pair]:
         for pair in lines(split, counts[split], request.highest):
             if pair.number % 4096 == 0:
-                request.progress(split)(pair.number / counts[split])
+                progress(pair.number / counts[split])
             yield pair
 
     return build_pairs(read, list(SPLITS), LANGUAGES, folder, request)

@@ -12,11 +12,12 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastweights.data.aligned import FileSet, Pair, find_sets, named_set, read_pairs, sort_sets
+from fastweights.data.aligned import FileSet, Pair, Progress, find_sets, named_set, read_pairs, sort_sets
 from fastweights.data.bpe import Tokenizer, train_tokenizer
 from fastweights.data.build import dtype_for
 from fastweights.data.manifest import SPLITS, TYPE_CODES, DataError, checksum
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 14
 SIDES = ("source", "target")
-Pairs = Callable[[str], Iterator[Pair]]
+Pairs = Callable[[str, Progress], Iterator[Pair]]
 
 
 @dataclass
@@ -112,12 +113,12 @@ def build_found(found: Found, folder: Path, request: Request) -> BuiltPairs:
     languages = (request.source_language, request.target_language)
     splits = [split for split in SPLITS if f"{split}.{languages[0]}" in found]
 
-    def read(split: str) -> Iterator[Pair]:
+    def read(split: str, progress: Progress) -> Iterator[Pair]:
         sides = [found[f"{split}.{language}"] for language in languages]
         sets = [FileSet(source.path, target.path) for source, target in zip(*sides, strict=True)]
         for number, files in enumerate(sets):
-            share, before = 1 / len(sets), number / len(sets)
-            for pair in read_pairs(files, lambda part, a=share, b=before: request.progress(split)(b + a * part)):
+            part = _part(progress, number, len(sets))
+            for pair in read_pairs(files, part):
                 if pair.source and pair.target:
                     yield pair
                 elif split == "train":
@@ -129,18 +130,34 @@ def build_found(found: Found, folder: Path, request: Request) -> BuiltPairs:
     return build_pairs(read, splits, languages, folder, request)
 
 
+def _part(progress: Progress, number: int, count: int) -> Progress:
+    """Progress in part `number` of `count` as progress in the whole."""
+    return lambda fraction: progress((number + fraction) / count)
+
+
 def build_pairs(
     read: Pairs, splits: list[str], languages: tuple[str, str], folder: Path, request: Request
 ) -> BuiltPairs:
     """Write the pairs that `read` gives for each split; a pair of empty lines is one to leave out."""
-    tokenizer = train_tokenizer((text for pair in read("train") for text in pair[1:] if text), request.vocab)
+    tokenizer = train_tokenizer(_texts(read, request), request.vocab)
     built = BuiltPairs(tokenizer, languages)
     for split in splits:
-        built.splits[split] = _write(read(split), split, built, folder, request)
+        pairs = read(split, partial(request.report, f"writing {split}"))
+        built.splits[split] = _write(pairs, split, built, folder)
     return built
 
 
-def _write(pairs: Iterator[Pair], split: str, built: BuiltPairs, folder: Path, request: Request) -> PairCounts:
+def _texts(read: Pairs, request: Request) -> Iterator[str]:
+    """Both sides of the training pairs, for the vocabulary."""
+    request.progress("train")(0.0)
+    for pair in read("train", request.progress("train")):
+        if pair.source:
+            yield from pair[1:]
+    # The library merges pairs when it has read all, and says nothing while it does.
+    request.report(f"merging to {request.vocab:,} pieces", 0.0)
+
+
+def _write(pairs: Iterator[Pair], split: str, built: BuiltPairs, folder: Path) -> PairCounts:
     counts, code = PairCounts(), TYPE_CODES[built.dtype]
     with ExitStack() as stack:
 
