@@ -142,8 +142,9 @@ def build_pairs(
     tokenizer = train_tokenizer(_texts(read, request), request.vocab)
     built = BuiltPairs(tokenizer, languages)
     for split in splits:
-        pairs = read(split, partial(request.report, f"writing {split}"))
-        built.splits[split] = _write(pairs, split, built, folder)
+        progress = partial(request.report, f"writing {split}")
+        progress(0.0)
+        built.splits[split] = _write(read(split, progress), split, built, folder)
     return built
 
 

@@ -108,8 +108,11 @@ def _prepare(kind: str, row: Kind, request: Request, out: Path, allow_other: boo
         name = kind if request.source is None else request.source.resolve().name
         if request.source is None and row.hub is not None:
             name = row.hub.name
-            fetch(row.hub, folder, row.obtain, request.report)
-            request = replace(request, source=folder)
+            # In a folder of their own: what is written from them may have the same names.
+            fetched = folder / "fetched"
+            fetched.mkdir()
+            fetch(row.hub, fetched, row.obtain, request.report)
+            request = replace(request, source=fetched)
         found = row.find(request, row.obtain)
         built = row.build(found, folder, request)
         wrong = _differences(row, built, allow_other)
