@@ -8,7 +8,7 @@ train(task, config, "runs/tiny-delta")
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -129,16 +129,25 @@ class LanguageTask(Task):
         }
 
 
-def assemble(
-    corpus: Corpus,
+class Plan(NamedTuple):
+    """Everything that decides a training run but the text: the model, how the text is cut, and the schedule."""
+
+    model: LanguageModelConfig
+    recipe: TrainingRecipe
+    eval_batch: int
+    training: TrainingConfig
+
+
+def plan(
+    words: int,
     *,
     preset: str = "small",
     mixer: str = "delta",
     rule: str | None = None,
     context: str | None = None,
     **settings: Any,
-) -> tuple[LanguageTask, TrainingConfig]:
-    """A preset of `models.presets` on a corpus, with any field of model, task or `TrainingConfig` changed by name.
+) -> Plan:
+    """A preset of `models.presets` for a vocabulary, with any field of model, task or `TrainingConfig` changed by name.
 
     What is not given follows from what is: a run with other `steps` than the preset's has at most a tenth of them as
     warm-up, Transformer-XL remembers as many words as a segment has, and random features stand still where a state is
@@ -155,16 +164,7 @@ def assemble(
         model.setdefault("mem_len", recipe.segment)
     if recipe.context == "carried" and model.get("feature_map", MIXER_CHOICES[mixer].feature_map) == "favor":
         model["feature_map_options"] = {"redraw": False, **model.get("feature_map_options", {})}
-    size = {"vocab_size": len(corpus.vocabulary)}
-    config = PRESETS[preset](mixer, rule=rule, context=recipe.context, **size, **model)
-    built = LanguageTask(
-        config,
-        corpus,
-        segment=recipe.segment,
-        batch_size=recipe.batch_size,
-        context=recipe.context,
-        eval_batch=task.get("eval_batch", EVAL_BATCH),
-    )
+    config = PRESETS[preset](mixer, rule=rule, context=recipe.context, vocab_size=words, **model)
     # Ten validations and fifty lines of log, where the authors' intervals would give fewer.
     defaults: dict[str, Any] = {
         "eval_every": min(4000, max(1, recipe.steps // 10)),
@@ -172,7 +172,15 @@ def assemble(
         "clip": recipe.clip,
     }
     schedule = {"steps": recipe.steps, "lr": recipe.lr, "warmup": recipe.warmup_steps}
-    return built, TrainingConfig(**{**defaults, **training, **schedule})
+    training = {**defaults, **training, **schedule}
+    return Plan(config, recipe, task.get("eval_batch", EVAL_BATCH), TrainingConfig(**training))
+
+
+def assemble(corpus: Corpus, **choice: Any) -> tuple[LanguageTask, TrainingConfig]:
+    """What `plan` makes of the arguments, on a corpus."""
+    model, recipe, eval_batch, training = plan(len(corpus.vocabulary), **choice)
+    cutting = {"segment": recipe.segment, "batch_size": recipe.batch_size, "eval_batch": eval_batch}
+    return LanguageTask(model, corpus, context=recipe.context, **cutting), training
 
 
 def check_field(name: str) -> None:
