@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 import typer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastweights.data.tokens import Corpus
     from fastweights.training.language import LanguageTask
     from fastweights.training.loop import Result
+    from fastweights.training.settings import Fields
 
 EMBEDDED = Path("data") / "embedded"
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
@@ -77,14 +78,14 @@ def lm(
     """
     try:
         with input_errors(ValueError, TypeError):
-            from fastweights.training.language import assemble
+            from fastweights.training.language import FIELDS, assemble
 
             given: dict[str, Any] = {"steps": steps, "batch_size": batch, "segment": length, "lr": lr}
             given |= {"warmup": warmup, "seed": seed, "precision": PRECISIONS.get(str(precision), precision)}
             given |= {"accumulate": accumulate, "devices": _devices(devices), "strategy": strategy}
             given |= {"compile": compile, "eval_every": eval_every, "checkpoint_every": checkpoint_every}
             given |= {"normalization": normalization, "positions": positions}
-            chosen = _settings(settings or [], {name: value for name, value in given.items() if value is not None})
+            chosen = read_settings(FIELDS, settings or [], given)
             _check_names(preset, mixer)
             _map_options(chosen, mixer, nu, features)
             if minutes is not None and not minutes > 0:
@@ -187,19 +188,15 @@ def _devices(text: str | None) -> int | str | None:
     return int(text)
 
 
-def _settings(entries: list[str], given: dict[str, Any]) -> dict[str, Any]:
+def read_settings(fields: Fields, entries: list[str], given: dict[str, Any]) -> dict[str, Any]:
     """The options, and the values of FIELD=VALUE with the types of their fields."""
-    from fastweights.models.language_model import LanguageModelConfig
-    from fastweights.training.config import TrainingConfig
-    from fastweights.training.language import TASK_FIELDS, check_field
-
-    hints = {**get_type_hints(LanguageModelConfig), **get_type_hints(TrainingConfig), **dict.fromkeys(TASK_FIELDS, int)}
-    chosen = dict(given)
+    hints = fields.types()
+    chosen = {name: value for name, value in given.items() if value is not None}
     for entry in entries:
         name, equals, text = entry.partition("=")
         if not equals:
             raise ValueError(f"--set takes FIELD=VALUE, got {entry!r}")
-        check_field(name)
+        fields.check(name)
         if name in chosen:
             raise ValueError(f"{name} is given twice: {chosen[name]!r} and {text!r}")
         chosen[name] = _value(name, text, hints[name])
