@@ -253,6 +253,7 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
             "network": storable(found.model.to_dict()),
             "training": storable(training),
             "evaluations": _evaluations(at, found.model.mixer, recipe.context),
+            **({} if found.documents == "none" else {"documents": found.documents}),
         }
 
     return configure
@@ -274,7 +275,8 @@ def build(config: Mapping[str, Any], data: Path | None) -> tuple[LanguageTask, T
     from fastweights.training.config import TrainingConfig
     from fastweights.training.language import LanguageTask
 
-    cutting = {name: config[name] for name in ("segment", "batch_size", "eval_batch", "context")}
+    names = ("segment", "batch_size", "eval_batch", "context", "documents")
+    cutting = {name: config[name] for name in names if name in config}
     task = LanguageTask(LanguageModelConfig.from_dict(config["network"]), corpus_of(config, data), **cutting)
     training = {**config["training"], "betas": tuple(config["training"]["betas"])}
     return task, TrainingConfig(**training, log_every=min(200, max(1, config["steps"] // 50)))
@@ -319,6 +321,7 @@ def _evaluate(
     options: Mapping[str, Any],
     device: str,
 ) -> dict[str, Any]:
+    from fastweights.data.documents import mark_documents
     from fastweights.files import write_atomically
     from fastweights.training.evaluate import measure, protocol
 
@@ -329,7 +332,8 @@ def _evaluate(
         if path.exists():
             found[split] = json.loads(path.read_text())
             continue
-        result = measure(model, corpus.split(split), how)
+        stream = mark_documents(corpus.split(split), corpus.vocabulary, config.get("documents", "none"))
+        result = measure(model, stream, how)
         found[split] = storable({"loss": result.loss, "ppl": result.ppl, "tokens": result.tokens})
         write_atomically(path, json.dumps(found[split]).encode())
     if how.mem_len is not None:
