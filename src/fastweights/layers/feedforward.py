@@ -30,7 +30,7 @@ class FeedForward(nn.Sequential):
         super().__init__(
             nn.Linear(d_model, d_ff), nn.ReLU(), nn.Dropout(dropout), nn.Linear(d_ff, d_model), nn.Dropout(dropout)
         )
-        self.dropout, self.backend = dropout, backend
+        self.d_ff, self.dropout, self.backend = d_ff, dropout, backend
 
     def forward(self, x: Tensor) -> Tensor:
         """The layers in turn."""
@@ -48,7 +48,7 @@ class FeedForward(nn.Sequential):
     def _can_fuse(self, x: Tensor) -> bool:
         if self.backend == "dense" or (self.backend == "auto" and not x.is_cuda):
             return False
-        reason = feedforward_fused.refuses(x, self[0].out_features)
+        reason = feedforward_fused.refuses(x, self.d_ff)
         if reason is not None and self.backend == "fused":
             raise ValueError(f"FeedForward.backend is 'fused', but {reason}")
         return reason is None
