@@ -15,23 +15,24 @@ from fastweights.experiments.base import Cell, Experiment, Record
 from fastweights.report.tables import format_loss, format_seconds
 
 _SHOWN = 6
+# Without a terminal, seconds until the next line that says what a long cell is doing.
+_SILENCE = 60.0
 
 
 class Display:
-    """Watches the sweeps of a command, whose cells have these sizes together.
+    """Watches the sweeps of a command, whose experiments have so many cells together.
 
-    Large cells take longer and come first, so the time left is reckoned by size and not by number.
+    Large cells take longer and come first, so the time left of an experiment is reckoned by size and not by number.
     """
 
-    def __init__(self, console: Console, sizes: Sequence[int]) -> None:
+    def __init__(self, console: Console, total: int) -> None:
         self.console = console
         self.live = console.is_terminal
         self.finished = 0
-        self.total = len(sizes)
-        self._work_left = sum(sizes)
-        self._experiment = ""
-        self._work_done = 0
-        self._start = time.monotonic()
+        self.total = total
+        self._work_left = self._work_done = 0
+        self._experiment, self._size_name = "", ""
+        self._start = self._said = time.monotonic()
         self._running: OrderedDict[str, str] = OrderedDict()
         self._bars = Progress(
             TextColumn("{task.description}"),
@@ -57,20 +58,25 @@ class Display:
             self._bars.stop()
 
     def begin(self, experiment: Experiment, known: Sequence[Cell], missing: Sequence[Cell]) -> None:
-        self._experiment = experiment.name
+        self._experiment, self._size_name = experiment.name, experiment.size_name
         self._running.clear()
         self.finished += len(known)
-        self._work_left -= sum(cell.config["size"] for cell in known)
+        self._work_left, self._work_done = sum(cell.config["size"] for cell in missing), 0
+        self._start = time.monotonic()
         cells = len(known) + len(missing)
         kept = f", {len(known)} of them known" if known else ""
         self._say(f"{experiment.name}: {experiment.title}, {cells} cell{'s' if cells != 1 else ''}{kept}")
         self._show()
 
     def step(self, cell: Cell, step: int, loss: float) -> None:
+        name = f"{cell.config['model']} {self._size_name}={cell.config['size']}"
         if self.live:
-            self._running[cell.slug] = f"{cell.config['model']} S={cell.config['size']} {format_loss(loss)}"
+            self._running[cell.slug] = f"{name} {format_loss(loss)}"
             self._running.move_to_end(cell.slug)
             self._show()
+        elif time.monotonic() - self._said >= _SILENCE:
+            planned = f" of {cell.config['steps']}" if "steps" in cell.config else ""
+            self._say(f"{self._experiment} {name}: step {step}{planned}, loss {format_loss(loss)}")
 
     def done(self, record: Record) -> None:
         self.finished += 1
@@ -82,7 +88,9 @@ class Display:
         outcome = (
             f"loss {format_loss(metrics['last_loss'])} after {metrics['steps']} steps, " if "steps" in metrics else ""
         )
-        place = f"[{self.finished}/{self.total}] {self._experiment} {model} S={size} seed {seed}"
+        if isinstance(found := metrics.get("test"), dict) and found.get("ppl"):
+            outcome = f"test perplexity {found['ppl']:.1f} after {metrics['steps']} steps, "
+        place = f"[{self.finished}/{self.total}] {self._experiment} {model} {self._size_name}={size} seed {seed}"
         self._say(f"{place}: {outcome}{format_seconds(record.wall_s)}{self._left(', {} left')}")
         self._show()
 
@@ -94,6 +102,7 @@ class Display:
         return text.format("about " + format_seconds(pace * self._work_left))
 
     def _say(self, line: str) -> None:
+        self._said = time.monotonic()
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _show(self) -> None:

@@ -6,7 +6,6 @@ disk or on a GPU, and any batch can be had without those before it.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from fastweights.data.manifest import SPLITS, DataError, damage, read_manifest
+from fastweights.data.manifest import SPLITS, DataError, fingerprint, finished
 from fastweights.data.vocabulary import VOCABULARIES, Vocabulary
 from fastweights.ops.tables import look_up
 
@@ -197,13 +196,7 @@ class Corpus:
     def load(cls, folder: str | Path, *, verify: bool = False) -> Self:
         """Map a finished corpus: its sizes must be those of the manifest, and with `verify` every checksum too."""
         folder = Path(folder)
-        manifest = read_manifest(folder)
-        if manifest is None:
-            state = "was not finished or is something else" if folder.is_dir() else "does not exist"
-            raise DataError(f"there is no corpus in {folder}, which {state}; `fastweights data KIND --out` writes one")
-        wrong = damage(folder, manifest, verify)
-        if wrong is not None:
-            raise DataError(f"the corpus in {folder} is damaged: {wrong}; prepare it again")
+        manifest = finished(folder, "stream", verify)
         kind, dtype = manifest["vocabulary"]["kind"], _DTYPES[manifest["dtype"]]
         vocabulary = look_up(VOCABULARIES, kind, "vocabulary").load(
             (folder / manifest["vocabulary"]["file"]).read_bytes()
@@ -220,8 +213,7 @@ class Corpus:
     @property
     def fingerprint(self) -> str:
         """The same for the same tokens and vocabulary, wherever they lie: what a checkpoint can ask for again."""
-        parts = [self.manifest["vocabulary"], *(self.manifest["splits"][split] for split in SPLITS)]
-        return hashlib.sha256("".join(part["sha256"] for part in parts).encode()).hexdigest()[:16]
+        return fingerprint(self.manifest)
 
 
 def _mapped(folder: Path, entry: dict[str, Any], dtype: torch.dtype) -> TokenStream:

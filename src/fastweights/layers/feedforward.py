@@ -17,20 +17,30 @@ class FeedForward(nn.Sequential):
 
     Args:
         d_model, d_ff: sizes of the input and output, and between the two layers.
-        dropout: share of what both layers give that is dropped in training.
+        dropout: share of the output that is dropped in training.
+        inner_dropout: share of the hidden units, if not the same.
         backend: "fused", GPU kernels for bfloat16 that touch memory less; "dense", plain PyTorch; "auto" takes the
-            kernels where they can run. They drop other entries than PyTorch does with the same seed.
+            kernels where they can run. They drop other units than PyTorch does with the same seed.
     """
 
-    def __init__(self, d_model: int, d_ff: int, dropout: float = 0.0, *, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        dropout: float = 0.0,
+        inner_dropout: float | None = None,
+        *,
+        backend: str = "auto",
+    ) -> None:
         if d_ff < 1:
             raise ValueError(f"d_ff must be at least 1, got {d_ff}")
         dropout = check_dropout(dropout)
+        inner = dropout if inner_dropout is None else check_dropout(inner_dropout)
         look_up(dict.fromkeys(BACKENDS), backend, "backend")
         super().__init__(
-            nn.Linear(d_model, d_ff), nn.ReLU(), nn.Dropout(dropout), nn.Linear(d_ff, d_model), nn.Dropout(dropout)
+            nn.Linear(d_model, d_ff), nn.ReLU(), nn.Dropout(inner), nn.Linear(d_ff, d_model), nn.Dropout(dropout)
         )
-        self.d_ff, self.dropout, self.backend = d_ff, dropout, backend
+        self.d_ff, self.inner_dropout, self.backend = d_ff, inner, backend
 
     def forward(self, x: Tensor) -> Tensor:
         """The layers in turn."""
@@ -40,7 +50,7 @@ class FeedForward(nn.Sequential):
     def _fused(self, x: Tensor) -> Tensor:
         first, second = self[0], self[3]
         weights = (first.weight.to(x.dtype), first.bias, second.weight.to(x.dtype))
-        p = self.dropout if self.training else 0.0
+        p = self.inner_dropout if self.training else 0.0
         seed = feedforward_fused.new_seed(x.device)
         y, _ = feedforward_fused.fused_feedforward(x.reshape(-1, x.shape[-1]), *weights, seed, p, False)
         return self[4](y.view(x.shape) + second.bias.to(x.dtype))

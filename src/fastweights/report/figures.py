@@ -63,6 +63,18 @@ STYLES = {
     "favor-128-delta": Style("#c98a00", "<", "--"),
     "schlag2021": Style("#cc79a7", "X"),
     "schlag2021-dpfp": Style("#7e3f66", "P"),
+    "transformer": Style("#1b1f24", "o"),
+    "delta": Style("#009e73", "D"),
+    "performer": Style("#f0b400", "v", ":"),
+    "performer-delta": Style("#8a5a00", ">", "--"),
+    "performer-wide": Style("#f0b400", "v", ":"),
+    "performer-wide-delta": Style("#8a5a00", ">", "--"),
+    "delta-norm": Style("#d55e00", "s"),
+    "delta-nopos-norm": Style("#cc79a7", "X"),
+    "delta-nopos": Style("#0072b2", "^"),
+    "linear-carried": Style("#d55e00", "s"),
+    "delta-carried": Style("#009e73", "D"),
+    "xl": Style("#1b1f24", "o"),
 }
 _SURFACES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 
@@ -164,6 +176,40 @@ def _curve(points: list[list[Any]]) -> dict[int, float]:
     return {step: loss for step, loss in points if loss is not None}
 
 
+def perplexity(figure: Figure, experiment: Experiment, results: Results) -> None:
+    """Validation perplexity over training steps, a line for each model, size and seed; larger sizes are thicker."""
+    axes = _axes(figure, experiment)
+    sizes = results.sizes()
+    for model, style, label in _series(experiment, results):
+        for record in results.of(model):
+            size = record.config["size"]
+            points = _curve(record.metrics["curve"])
+            steps, values = list(points), [math.exp(min(loss, 700)) for loss in points.values()]
+            name = label if len(sizes) == 1 else f"{label}, {experiment.size_name} = {size}"
+            axes.plot(
+                steps,
+                values,
+                color=style.colour,
+                linestyle=style.dash,
+                linewidth=1.2 + 0.7 * sizes.index(size),
+                marker=style.marker,
+                markersize=4,
+                label=name if record is results.of(model, size)[0] else None,
+            )
+    axes.set_xlim(left=0)
+    _plain_ticks(axes)
+    _legend(figure)
+
+
+def _plain_ticks(axes: Axes) -> None:
+    """Numbers as they are read, 200 and not 2 x 10^2."""
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 def surfaces(figure: Figure, experiment: Experiment, results: Results) -> None:
     """The components of phi over the plane, each over the part of it where it is not zero."""
     import numpy as np
@@ -199,6 +245,7 @@ KINDS: dict[str, Callable[[Figure, Experiment, Results], None]] = {
     "scatter": scatter,
     "curves": curves,
     "surfaces": surfaces,
+    "perplexity": perplexity,
 }
 
 

@@ -25,7 +25,7 @@ def losses(experiment: Experiment, results: Results) -> list[list[str]]:
     models = [model for model in experiment.models if results.of(model)]
     if len(results.sizes()) < 2:
         return _runs(experiment, results)
-    rows = [["S", *(experiment.models[model] for model in models)]]
+    rows = [[experiment.size_name, *(experiment.models[model] for model in models)]]
     for size in results.sizes():
         entries = [_spread(results.values(model, size)) for model in models]
         rows.append([str(size), *entries])
