@@ -230,7 +230,8 @@ def test_a_wrong_kernel_is_found_out(monkeypatch):
     off = {"nll": 1e-4, "weight": 0.3, "bias": float("nan")}
     monkeypatch.setattr(adaptive_check, "compare", lambda *_, **__: off)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    reason = adaptive_check._verdict.__wrapped__(torch.bfloat16, torch.float32, 128, CPU)
+    with pytest.warns(UserWarning, match="will not be used here"):
+        reason = adaptive_check._verdict.__wrapped__(torch.bfloat16, torch.float32, 128, CPU)
     assert "wrong on this machine: off weight by 3e-01, bias by nan" in reason
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run the call once before"):

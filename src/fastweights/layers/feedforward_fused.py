@@ -5,6 +5,7 @@ What dropout drew need not be kept: an entry that is 0 afterwards has no gradien
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -53,7 +54,9 @@ def _verdict(d_model: int, d_ff: int, device: torch.device) -> str | None:
     errors = compare(torch.bfloat16, d_model, d_ff, device, 300)
     if wrong := {name: error for name, error in errors.items() if not error <= LIMIT}:
         off = ", ".join(f"{name} by {error:.0e}" for name, error in wrong.items())
-        return f"the feed-forward kernels for d_model = {d_model} are wrong on this machine: off {off}"
+        reason = f"the feed-forward kernels for d_model = {d_model} are wrong on this machine: off {off}"
+        warnings.warn(f"{reason}. They will not be used here, plain PyTorch is; please report this.", stacklevel=2)
+        return reason
     return None
 
 
