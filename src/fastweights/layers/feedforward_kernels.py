@@ -20,17 +20,15 @@ def tile_of(x, rows, columns, HEIGHT, WIDTH: tl.constexpr):
 def kept(seed, rows, columns, F: tl.constexpr, THRESHOLD: tl.constexpr):
     """Which entries (row, column) dropout leaves: a hash of their number, keyed twice, is at least the threshold.
 
-    The mixing is that of MurmurHash3's last step. A cipher's rounds would take longer than the product beside it.
+    Three rounds of multiplication, whose upper bits hang on all below them. The rounds of a cipher, as torch draws its
+    numbers with, would take longer than the product beside it.
     """
     first = tl.load(seed).to(tl.uint32)
     second = tl.load(seed + 1).to(tl.uint32)
-    h = (rows[:, None] * F + columns[None, :]).to(tl.uint32) ^ first
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    h = (h ^ (h >> 16)) + second
-    h = (h ^ (h >> 16)) * 0x7FEB352D
+    down = rows.to(tl.uint32) * F * 0x9E3779B1 + first
+    h = down[:, None] + (columns.to(tl.uint32) * 0x9E3779B1)[None, :]
+    h = (h ^ (h >> 16)) * 0x7FEB352D + second
     h = (h ^ (h >> 15)) * 0x846CA68B
-    h = h ^ (h >> 16)
     return h >= THRESHOLD
 
 
