@@ -8,10 +8,21 @@ from fastweights.experiments import (
     fig5_capacity2,
     table2,
     table5,
+    table6,
     wikitext2,
 )
 from fastweights.experiments.base import Experiment
 
-_FILES = (fig1_dpfp, fig2_capacity, fig3_update_rules, fig4_curves600, fig5_capacity2, table2, table5, wikitext2)
+_FILES = (
+    fig1_dpfp,
+    fig2_capacity,
+    fig3_update_rules,
+    fig4_curves600,
+    fig5_capacity2,
+    table2,
+    table5,
+    table6,
+    wikitext2,
+)
 
 EXPERIMENTS: dict[str, Experiment] = {file.EXPERIMENT.name: file.EXPERIMENT for file in _FILES}

@@ -210,6 +210,21 @@ def _plain_ticks(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
+def conversion(figure: Figure, experiment: Experiment, results: Results) -> None:
+    """A hyper-parameter over the size of a mapped key that was counted with it, each point with its value."""
+    axes = _axes(figure, experiment)
+    for model, style, label in _series(experiment, results):
+        metrics = [record.metrics for record in results.of(model)]
+        sizes, values = [m["d_dot"] for m in metrics], [m["value"] for m in metrics]
+        axes.plot(sizes, values, color=style.colour, marker=style.marker, linestyle=":", linewidth=1, label=label)
+        for size, value in zip(sizes, values, strict=True):
+            axes.annotate(str(value), (size, value), xytext=(0, 7), textcoords="offset points", ha="center")
+    axes.set_xticks(sorted({record.metrics["d_dot"] for record in results.records}))
+    axes.margins(0.15)
+    _plain_ticks(axes)
+    _legend(figure)
+
+
 def surfaces(figure: Figure, experiment: Experiment, results: Results) -> None:
     """The components of phi over the plane, each over the part of it where it is not zero."""
     import numpy as np
@@ -246,6 +261,7 @@ KINDS: dict[str, Callable[[Figure, Experiment, Results], None]] = {
     "curves": curves,
     "surfaces": surfaces,
     "perplexity": perplexity,
+    "conversion": conversion,
 }
 
 
