@@ -16,7 +16,7 @@ import typer
 from fastweights.commands.device import pick_device
 
 if TYPE_CHECKING:
-    from fastweights.experiments.base import Cell, Experiment, Selection
+    from fastweights.experiments.base import Cell, Experiment, Request, Selection
     from fastweights.experiments.store import Store
     from fastweights.report.build import Chapter
 
@@ -56,6 +56,7 @@ def reproduce(
 
     Every cell is kept as soon as it is trained: the same command goes on where an interrupted one stopped.
     """
+    from fastweights.experiments.base import Request
     from fastweights.experiments.sweep import sweep
 
     with _input_errors():
@@ -70,7 +71,8 @@ def reproduce(
             raise ValueError(f"--jobs must be at least 1, got {jobs}")
         _require_plotting()
         _check(store)
-        plans = _plans(experiments, scale, selection, data or [], settings or [])
+        request = Request(tuple(data or ()), _settings(settings or []), device)
+        plans = _plans(experiments, scale, selection, request)
         store.check_writable()
     from fastweights.commands.progress import Display
 
@@ -176,16 +178,15 @@ def _numbers(text: str | None, option: str, least: int) -> tuple[int, ...] | Non
 
 
 def _plans(
-    experiments: Sequence[Experiment], scale: str, selection: Selection, data: Sequence[Path], settings: Sequence[str]
+    experiments: Sequence[Experiment], scale: str, selection: Selection, request: Request
 ) -> list[tuple[Experiment, list[Cell], Path | None]]:
     """The cells of each experiment that has any, and where its data lie; nothing is trained before all are known."""
-    from fastweights.experiments.base import BadInput, Request
+    from fastweights.experiments.base import BadInput
 
     chosen = [experiment for experiment in experiments if experiment.grid(scale, selection)]
     for experiment in experiments:
         if experiment not in chosen:
             _say(f"{experiment.name}: nothing to run for this selection, skipped")
-    request = Request(tuple(data), _settings(settings))
     takers = [experiment for experiment in chosen if experiment.take]
     for option, present in (("--data", request.data), ("--set", request.settings)):
         if present and not takers:

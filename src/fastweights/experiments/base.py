@@ -177,10 +177,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line gives an experiment beside the selection: folders of data, and fields to change."""
+    """What the command line gives an experiment beside the selection: folders of data, fields to change, the device."""
 
     data: tuple[Path, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)

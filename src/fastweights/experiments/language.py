@@ -57,6 +57,9 @@ MODELS = {
     ),
     "delta-nopos": Model("no positions, no attention norm.", {"mixer": "delta", "positions": "none"}),
     "linear-carried": Model("Linear Transformer", {"mixer": "linear", "context": "carried"}),
+    "linear-carried-nonorm": Model(
+        "Linear Transformer, no attention norm.", {"mixer": "linear", "context": "carried", "normalization": "none"}
+    ),
     "delta-carried": Model("Delta Network", {"mixer": "delta", "context": "carried"}),
     "xl": Model("Transformer-XL", {"mixer": "xl"}),
     "performer-wide": Model("Performer, sum", {"mixer": "performer"}, wide=True),

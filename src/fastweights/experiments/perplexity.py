@@ -82,6 +82,22 @@ def table(labels: Mapping[str, str], paper: Callable[[str, int], Pair | None]) -
     return table
 
 
+def lower_in_all(results: Results, pairs: Sequence[tuple[str, str]], text: str, paper: str) -> Claim:
+    """`lower` for every pair of models; undecided while some are missing and none was lost."""
+    claims = [lower(results, *pair, text, paper) for pair in pairs]
+    ran = [claim for claim in claims if claim.ours != NOT_RUN]
+    if not ran:
+        return Claim(text, NOT_RUN, paper, None)
+    verdicts = [claim.holds for claim in claims]
+    holds = False if False in verdicts else None if None in verdicts else True
+    return Claim(text, "; ".join(claim.ours for claim in ran), paper, holds)
+
+
+def entry(pair: Pair | None) -> dict[str, float] | None:
+    """`Experiment.paper` of a pair of perplexities."""
+    return None if pair is None else dict(zip(SPLITS, pair, strict=True))
+
+
 def best_of(results: Results, model: str, others: Sequence[str], text: str, paper: str) -> Claim:
     """`model` is lower than each of `others`, on both texts, at every size; undecided while some are missing."""
     claims = {other: lower(results, model, other, text, paper) for other in others}

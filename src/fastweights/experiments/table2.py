@@ -63,7 +63,7 @@ def claims(results: Results) -> list[Claim]:
 
 def paper(config: Mapping[str, Any]) -> dict[str, float] | None:
     pair = PAPER.get(config["size"], {}).get(config["model"])
-    return None if pair is None else {"valid": pair[0], "test": pair[1]}
+    return perplexity.entry(pair)
 
 
 EXPERIMENT = language.experiment(

@@ -69,7 +69,7 @@ def larger_improvement(results: Results) -> Claim:
 
 def paper(config: Mapping[str, Any]) -> dict[str, float] | None:
     pair = PAPER.get(config["model"]) if config["size"] == 128 else None
-    return None if pair is None else {"valid": pair[0], "test": pair[1]}
+    return perplexity.entry(pair)
 
 
 EXPERIMENT = language.experiment(

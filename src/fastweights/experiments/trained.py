@@ -90,8 +90,8 @@ def train_cell(
     from fastweights.training.loop import train
 
     task, training = kind.build(config, data)
-    _forget_peak(device)
-    training = replace(training, **_means(device))
+    forget_peak(device)
+    training = replace(training, **means(device))
     about = {"data": str(data.resolve())} if data else {}
     diverged = None
     try:
@@ -128,7 +128,7 @@ def measurements(records: Sequence[Mapping[str, Any]], score: Score) -> dict[str
     }
 
 
-def _means(device: str) -> dict[str, Any]:
+def means(device: str) -> dict[str, Any]:
     """Where and how the loop runs here; fields that change no result."""
     kind, _, number = device.partition(":")
     if number not in ("", "0"):
@@ -136,7 +136,7 @@ def _means(device: str) -> dict[str, Any]:
     return {"accelerator": kind, "devices": "auto", "tensorboard": False, "checkpoint_minutes": 2.0, "keep": 1}
 
 
-def _forget_peak(device: str) -> None:
+def forget_peak(device: str) -> None:
     """Let the peak of memory be that of this cell: on a GPU, and on Linux that of the process."""
     if device.startswith("cuda"):
         import torch

@@ -201,6 +201,20 @@ def perplexity(figure: Figure, experiment: Experiment, results: Results) -> None
     _legend(figure)
 
 
+def bars(figure: Figure, experiment: Experiment, results: Results) -> None:
+    """Words a second of each model, and the range from the slowest stretch to the fastest."""
+    axes = _axes(figure, experiment)
+    shown = [(label, style, results.of(model)[0].metrics) for model, style, label in _series(experiment, results)]
+    shown.reverse()
+    speeds = [metrics["words_per_s"] for _, _, metrics in shown]
+    below = [metrics["words_per_s"] - metrics["slowest"] for _, _, metrics in shown]
+    above = [metrics["fastest"] - metrics["words_per_s"] for _, _, metrics in shown]
+    names, colours = [label for label, _, _ in shown], [style.colour for _, style, _ in shown]
+    axes.barh(names, speeds, color=colours, height=0.7, xerr=[below, above], ecolor="#6b7280", capsize=2.5)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlim(left=0)
+
+
 def _plain_ticks(axes: Axes) -> None:
     """Numbers as they are read, 200 and not 2 x 10^2."""
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
@@ -262,6 +276,7 @@ KINDS: dict[str, Callable[[Figure, Experiment, Results], None]] = {
     "surfaces": surfaces,
     "perplexity": perplexity,
     "conversion": conversion,
+    "bars": bars,
 }
 
 

@@ -155,8 +155,9 @@ def _figure(chapter: Chapter) -> str:
     plot = experiment.plot
     models = ", ".join(label for model, label in experiment.models.items() if results.of(model))
     verdicts = "; ".join(f"{claim.text}: {claim.ours}" for claim in chapter.claims)
-    drawn = {"surfaces": "Surface plot", "scatter": "Scatter plot"}.get(plot.kind, "Line plot")
-    axes = "" if plot.kind == "surfaces" else f" of {plot.y_label} over {plot.x_label}"
+    drawn = {"surfaces": "Surface plot", "scatter": "Scatter plot", "bars": "Bar chart"}.get(plot.kind, "Line plot")
+    axes = f" of {plot.y_label} over {plot.x_label}" if plot.y_label else f" of {plot.x_label}"
+    axes = "" if plot.kind == "surfaces" else axes
     alt = f"{drawn}{axes} for {models}. {verdicts}."
     kind = f"{results.loss.split('_')[0]} evaluation loss" if plot.kind == "scatter" else ""
     seeds = len({record.config["seed"] for record in results.records})
