@@ -12,6 +12,7 @@ from fastweights.commands import evaluate, train
 from fastweights.commands.data import data
 from fastweights.commands.generate import generate
 from fastweights.commands.reproduce import report, reproduce
+from fastweights.commands.translate import translate
 
 app = typer.Typer(
     name="fastweights",
@@ -27,6 +28,7 @@ app.command()(data)
 app.add_typer(train.app, name="train")
 app.add_typer(evaluate.app, name="eval")
 app.command()(generate)
+app.command()(translate)
 app.add_typer(bench, name="bench")
 
 

@@ -113,9 +113,7 @@ def beam_search(
     search = search or Search(**options)
     B, k = len(source), search.beam
     lengths = [source.shape[1]] * B if mask is None else mask.sum(1).tolist()
-    sentences = [
-        _Sentence(i, search.max_length or length + EXTRA_LENGTH) for i, length in enumerate(lengths)
-    ]
+    sentences = [_Sentence(i, search.max_length or length + EXTRA_LENGTH) for i, length in enumerate(lengths)]
     results: list[list[Hypothesis]] = [[] for _ in sentences]
     state = model.encode(source, mask)
     token = source.new_full((B * k,), BOS)
@@ -130,7 +128,7 @@ def beam_search(
         top, parent, word = _candidates(log_p, scores, [s.limit == length for s in sentences])
         _collect(sentences, search, length, top, parent, word, history)
         # The best k that do not end; there are always so many among 2 k candidates.
-        order = (word == EOS).long().argsort(1, stable=True)[:, :k]
+        order = (word == EOS).long().argsort(dim=1, stable=True)[:, :k]
         top, parent, word = (x.gather(1, order) for x in (top, parent, word))
         best_open = top[:, 0].tolist()
         stay = []

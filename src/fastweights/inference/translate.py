@@ -14,7 +14,7 @@ from fastweights.inference.beam import Search, beam_search
 from fastweights.models.translation import TranslationModel
 
 BATCH = 64
-# Lines sorted by length together when they come as a stream.
+# Batches of lines that are sorted by length together when they come as a stream.
 WINDOW = 16
 
 Report = Callable[[int, int], None]
@@ -92,12 +92,13 @@ def stream(
     search: Search,
     *,
     batch: int = BATCH,
+    window: int | None = None,
     device: str | torch.device | None = None,
 ) -> Iterator[list[Translation]]:
-    """As `n_best` for lines without end, in their order: so many at a time that batches are of like length."""
+    """As `n_best` for lines without end, in their order: `window` at a time, or so many that lengths can be sorted."""
     source = iter(lines)
-    while window := list(islice(source, WINDOW * batch)):
-        yield from n_best(model, tokenizer, window, search, batch=batch, device=device)
+    while read := list(islice(source, window or WINDOW * batch)):
+        yield from n_best(model, tokenizer, read, search, batch=batch, device=device)
 
 
 def pad_sources(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

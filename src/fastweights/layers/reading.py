@@ -127,4 +127,3 @@ class FastWeightReading(Reading):
         if not isinstance(memory, FastWeightState):
             raise TypeError(f"the memory must be a FastWeightState, got {type(memory).__name__}")
         return read_memory(self.feature_map.map(q).to(q.dtype), memory)
-

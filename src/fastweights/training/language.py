@@ -7,7 +7,6 @@ train(task, config, "runs/tiny-delta")
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -17,21 +16,15 @@ from fastweights.data.tokens import Corpus, Segment, Segments
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
 from fastweights.models.presets import CONTEXTS, MIXER_CHOICES, PRESETS, TrainingRecipe, training_recipe
 from fastweights.ops.tables import look_up
-from fastweights.training.config import COMPILE_MODES, PRECISIONS, SCHEDULES, STRATEGIES, TrainingConfig
+from fastweights.training.config import TrainingConfig
 from fastweights.training.evaluate import EVAL_BATCH, Protocol, check_carried, measure
+from fastweights.training.settings import Fields
 from fastweights.training.task import Outcome, Task
 
-_NAMES: dict[str, tuple[str, ...]] = {
-    "precision": PRECISIONS,
-    "strategy": STRATEGIES,
-    "schedule": tuple(SCHEDULES),
-    "compile": COMPILE_MODES,
-}
-# Fields of the model that the corpus or the arguments of `assemble` decide.
+# What the corpus or the arguments of `assemble` decide.
 _DECIDED = {"vocab_size": "follows from the corpus", "mixer": "has its own option", "rule": "has its own option"}
-MODEL_FIELDS = tuple(f.name for f in fields(LanguageModelConfig) if f.name not in _DECIDED)
-TASK_FIELDS = ("segment", "batch_size", "eval_batch")
-TRAINING_FIELDS = tuple(f.name for f in fields(TrainingConfig))
+FIELDS = Fields(LanguageModelConfig, {"segment": int, "batch_size": int, "eval_batch": int}, _DECIDED)
+check_field = FIELDS.check
 
 
 class LanguageTask(Task):
@@ -155,7 +148,7 @@ def plan(
     """
     look_up(PRESETS, preset, "preset")
     look_up(MIXER_CHOICES, mixer, "mixer")
-    model, task, training = _sort(settings)
+    model, task, training = FIELDS.sort(settings)
     given = {"context": context, "segment": task.get("segment"), "batch_size": task.get("batch_size")}
     given |= {"steps": training.get("steps"), "lr": training.get("lr"), "warmup_steps": training.pop("warmup", None)}
     overrides = {name: value for name, value in given.items() if value is not None}
@@ -181,23 +174,6 @@ def assemble(corpus: Corpus, **choice: Any) -> tuple[LanguageTask, TrainingConfi
     model, recipe, eval_batch, training = plan(len(corpus.vocabulary), **choice)
     cutting = {"segment": recipe.segment, "batch_size": recipe.batch_size, "eval_batch": eval_batch}
     return LanguageTask(model, corpus, context=recipe.context, **cutting), training
-
-
-def check_field(name: str) -> None:
-    """A ValueError for a name that `assemble` does not take, with the nearest that it does."""
-    if name in _DECIDED:
-        raise ValueError(f"{name} cannot be set: it {_DECIDED[name]}")
-    look_up(dict.fromkeys([*MODEL_FIELDS, *TASK_FIELDS, *TRAINING_FIELDS]), name, "field")
-
-
-def _sort(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The settings of model, task and training."""
-    for name, value in settings.items():
-        check_field(name)
-        if name in _NAMES and isinstance(value, str):
-            look_up(dict.fromkeys(_NAMES[name]), value, name)
-    parts = [{n: v for n, v in settings.items() if n in part} for part in (MODEL_FIELDS, TASK_FIELDS, TRAINING_FIELDS)]
-    return parts[0], parts[1], parts[2]
 
 
 def _recipe(preset: str, mixer: str, overrides: dict[str, Any]) -> TrainingRecipe:
