@@ -88,8 +88,10 @@ class Display:
         outcome = (
             f"loss {format_loss(metrics['last_loss'])} after {metrics['steps']} steps, " if "steps" in metrics else ""
         )
-        if isinstance(found := metrics.get("test"), dict) and found.get("ppl"):
-            outcome = f"test perplexity {found['ppl']:.1f} after {metrics['steps']} steps, "
+        found = metrics.get("test")
+        for name, label in (("ppl", "test perplexity"), ("bleu", "test BLEU")):
+            if isinstance(found, dict) and found.get(name) is not None:
+                outcome = f"{label} {found[name]:.1f} after {metrics['steps']} steps, "
         place = f"[{self.finished}/{self.total}] {self._experiment} {model} {self._size_name}={size} seed {seed}"
         self._say(f"{place}: {outcome}{format_seconds(record.wall_s)}{self._left(', {} left')}")
         self._show()

@@ -53,7 +53,7 @@ def _words(number: int, language: str) -> str:
 
 
 def lines(split: str, count: int, highest: int) -> Iterator[Pair]:
-    """Lists of two to five numbers of a split, as many small as large ones; the same whenever they are asked for."""
+    """Lists of two to four numbers of a split, as many small as large ones; the same whenever they are asked for."""
     draw = random.Random(f"{split} of {highest}")
     # By number of digits first, or nearly all of them would be as long as the highest.
     by_digits: dict[int, list[int]] = {}
