@@ -77,7 +77,8 @@ STYLES = {
     "delta-norm": Style("#d55e00", "s"),
     "delta-nopos-norm": Style("#cc79a7", "X"),
     "delta-nopos": Style("#0072b2", "^"),
-    "linear-carried": Style("#d55e00", "s"),
+    "linear-carried": Style("#cc79a7", "X"),
+    "linear-carried-nonorm": Style("#7e3f66", "P"),
     "delta-carried": Style("#009e73", "D"),
     "xl": Style("#1b1f24", "o"),
 }
