@@ -6,15 +6,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fastweights.benchmarks import memory, retrieval
+from fastweights.benchmarks import memory, retrieval, translation
 from fastweights.cli import app
 from fastweights.data.synthetic import training_batches
 from fastweights.training.retrieval import Cell, RetrievalConfig
 
 
-def record_of(tmp_path, name):
+def record_of(tmp_path, name, *options):
     out = tmp_path / "folder" / f"{name}.json"
-    result = CliRunner().invoke(app, ["bench", name, "--repeats", "1", "--out", str(out)])
+    result = CliRunner().invoke(app, ["bench", name, "--repeats", "1", "--out", str(out), *options])
     assert result.exit_code == 0, result.output
     record = json.loads(out.read_text())
     assert {"commit", "hardware", "versions", "seed", "wall_s", "threads"} <= set(record)
@@ -34,6 +34,19 @@ def test_retrieval_writes_what_it_measured(tmp_path, monkeypatch):
     rows = record_of(tmp_path, "retrieval")["rows"]
     assert [row["form"] for row in rows] == ["plain", "tables", "ours"]
     assert rows[0]["gain"] == 1
+
+
+def test_translation_writes_what_it_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(translation, "LENGTHS", (4, 64))
+    monkeypatch.setattr(translation, "SIZES", {"cpu": (16, 2)})
+    monkeypatch.setattr(translation, "NEW", 3)
+    rows = record_of(tmp_path, "mt", "--preset", "tiny", "--device", "cpu")["rows"]
+    assert [(row["source_length"], row["attention"]) for row in rows] == [
+        (length, attention) for length in (4, 64) for attention in ("softmax", "linear")
+    ]
+    assert all(row[name] > 0 for row in rows for name in ("train_tokens_per_s", "encode_ms", "step_ms"))
+    bytes_of = {(row["source_length"], row["attention"]): row["state_bytes"] for row in rows}
+    assert bytes_of[4, "linear"] == bytes_of[64, "linear"] and bytes_of[64, "softmax"] > bytes_of[4, "softmax"]
 
 
 def test_the_memory_rivals_compute_the_same():

@@ -57,6 +57,7 @@ def lm(
     The paper's numbers are those of `--protocol sliding`, and in Table 4 of `--protocol carried`.
     """
     with run_errors():
+        from fastweights.data.documents import mark_documents
         from fastweights.ops.tables import look_up
         from fastweights.training import evaluate
         from fastweights.training.language_run import LanguageRun
@@ -80,7 +81,7 @@ def lm(
             device=device,
         )
         corpus = opened.corpus(data)
-        stream = corpus.split(split)
+        stream = mark_documents(corpus.split(split), corpus.vocabulary, opened.documents)
         stream = stream if device == "cpu" else stream.to(device)
         model, source = opened.load(checkpoint, device)
     start = time.monotonic()
@@ -93,6 +94,7 @@ def lm(
     wall = time.monotonic() - start
     about = {"run": str(run), "checkpoint": source.folder.name, "step": source.step, "split": split}
     about |= {"corpus": corpus.manifest["name"], "fingerprint": corpus.fingerprint, "protocol": how.describe()}
+    about["documents"] = opened.documents
     if how.carry:
         if how.mem_len is not None:
             model.set_memory(how.mem_len, how.clamp_len)

@@ -17,6 +17,7 @@ from fastweights.commands.training_options import (
     Devices,
     EvalEvery,
     Fresh,
+    Graph,
     Minutes,
     Precision,
     Rate,
@@ -64,6 +65,9 @@ def lm(
     context: Annotated[
         str | None, own("limited: each segment alone; carried: its state goes on.", "limited, xl carried")
     ] = None,
+    documents: Annotated[
+        str | None, own("Where a carried state is emptied: none, articles or paragraphs.", "none")
+    ] = None,
     out: Annotated[Path | None, own("Folder of the run.", "runs/PRESET-MIXER")] = None,
     steps: Steps = None,
     batch: Annotated[int | None, own("Segments in a batch, over all devices.")] = None,
@@ -76,6 +80,7 @@ def lm(
     devices: Devices = None,
     strategy: Strategy = None,
     compile: Compile = None,
+    graph: Graph = False,
     minutes: Minutes = None,
     eval_every: EvalEvery = None,
     checkpoint_every: CheckpointEvery = None,
@@ -96,7 +101,12 @@ def lm(
             given |= {"warmup": warmup, "seed": seed, "precision": PRECISIONS.get(str(precision), precision)}
             given |= {"accumulate": accumulate, "devices": parse_devices(devices), "strategy": strategy}
             given |= {"compile": compile, "eval_every": eval_every, "checkpoint_every": checkpoint_every}
-            given |= {"normalization": normalization, "positions": positions}
+            given |= {
+                "graph": graph or None,
+                "normalization": normalization,
+                "positions": positions,
+                "documents": documents,
+            }
             chosen = read_settings(FIELDS, settings or [], given)
             _check_names(preset, mixer)
             _map_options(chosen, mixer, nu, features)

@@ -23,11 +23,15 @@ _DTYPES = {"uint16": torch.uint16, "uint32": torch.int32}
 
 
 class Segment(NamedTuple):
-    """Inputs and targets (B, L), int64, the targets being the next tokens; and whether an epoch begins here."""
+    """Inputs and targets (B, L), int64, the targets being the next tokens; and whether an epoch begins here.
+
+    `starts` (B, L) says which inputs begin a document, None in a stream that does not tell.
+    """
 
     inputs: Tensor
     targets: Tensor
     starts_epoch: bool
+    starts: Tensor | None = None
 
 
 class Segments:
@@ -42,7 +46,9 @@ class Segments:
     `rank` of `world` has its share of the rows, in order: the ranks' batches one below the other are the whole batch.
     """
 
-    def __init__(self, tokens: Tensor, batch: int, length: int, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, tokens: Tensor, batch: int, length: int, rank: int = 0, world: int = 1, starts: Tensor | None = None
+    ) -> None:
         for name, value in (("batch", batch), ("length", length), ("world", world)):
             _at_least_one(name, value)
         if not 0 <= rank < world:
@@ -55,8 +61,11 @@ class Segments:
                 f"take a batch of at most {len(tokens) // 2}"
             )
         size, share = len(tokens) // batch, batch // world
-        self.rows = tokens[: size * batch].view(batch, size)[rank * share : (rank + 1) * share]
-        self.length = length
+
+        def rows(stream: Tensor) -> Tensor:
+            return stream[: size * batch].view(batch, size)[rank * share : (rank + 1) * share]
+
+        self.rows, self.starts, self.length = rows(tokens), None if starts is None else rows(starts), length
 
     def __len__(self) -> int:
         """Steps an epoch."""
@@ -68,7 +77,8 @@ class Segments:
             raise IndexError(f"step must be at least 0, got {step}")
         start = step % len(self) * self.length
         stop = min(start + self.length, self.rows.shape[1] - 1)
-        return Segment(self.rows[:, start:stop].long(), self.rows[:, start + 1 : stop + 1].long(), start == 0)
+        starts = None if self.starts is None else self.starts[:, start:stop]
+        return Segment(self.rows[:, start:stop].long(), self.rows[:, start + 1 : stop + 1].long(), start == 0, starts)
 
     def __iter__(self) -> Iterator[Segment]:
         """One epoch."""
@@ -81,10 +91,14 @@ class Segments:
 
 
 class Window(NamedTuple):
-    """Inputs (n, L) and the targets (n, k) of their last k positions, int64: only those are scored."""
+    """Inputs (n, L) and the targets (n, k) of their last k positions, int64: only those are scored.
+
+    `starts` (n, L) says which inputs begin a document, None in a stream that does not tell.
+    """
 
     inputs: Tensor
     targets: Tensor
+    starts: Tensor | None = None
 
 
 class Windows:
@@ -99,7 +113,9 @@ class Windows:
             yield tokens[None, i : i + L], tokens[None, i + L : i + L + 1]
     """
 
-    def __init__(self, tokens: Tensor, length: int, stride: int = 1, batch: int = 1) -> None:
+    def __init__(
+        self, tokens: Tensor, length: int, stride: int = 1, batch: int = 1, starts: Tensor | None = None
+    ) -> None:
         for name, value in (("length", length), ("stride", stride), ("batch", batch)):
             _at_least_one(name, value)
         if stride > length:
@@ -114,6 +130,7 @@ class Windows:
         self._later = tokens[:-1].unfold(0, self.length, stride)[1:]
         self._scored = tokens[self.length + 1 :].unfold(0, stride, stride) if len(self._later) else tokens[:0, None]
         self._left = self.predictions - self.length - len(self._later) * stride
+        self._starts = None if starts is None else Windows(starts, length, stride, batch)
 
     def __len__(self) -> int:
         """Batches, of which the first is the first window alone."""
@@ -131,32 +148,37 @@ class Windows:
         else:
             chosen = slice((number - 1) * self.batch, number * self.batch)
             inputs, targets = self._later[chosen], self._scored[chosen]
-        return Window(inputs.long(), targets.long())
+        starts = None if self._starts is None else self._starts.batch_at(number).inputs.bool()
+        return Window(inputs.long(), targets.long(), starts)
 
     def __iter__(self) -> Iterator[Window]:
         return (self.batch_at(number) for number in range(len(self)))
 
 
 class TokenStream:
-    """The tokens of a split, one after the other: a tensor (N,) of token numbers, mapped from its file at first."""
+    """The tokens of a split, one after the other: a tensor (N,) of token numbers, mapped from its file at first.
 
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = tokens
+    `starts` (N,) says which of them begin a document; `data.documents.mark_documents` finds out.
+    """
+
+    def __init__(self, tokens: Tensor, starts: Tensor | None = None) -> None:
+        self.tokens, self.starts = tokens, starts
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def to(self, device: str | torch.device) -> TokenStream:
         """The stream in the memory of a device, as int32."""
-        return TokenStream(self.tokens.to(torch.int32).to(device))
+        starts = None if self.starts is None else self.starts.to(device)
+        return TokenStream(self.tokens.to(torch.int32).to(device), starts)
 
     def segments(self, batch: int, length: int, *, rank: int = 0, world: int = 1) -> Segments:
         """For training, and with batch 1 for evaluation with carried state: see `Segments`."""
-        return Segments(self.tokens, batch, length, rank, world)
+        return Segments(self.tokens, batch, length, rank, world, self.starts)
 
     def windows(self, length: int, stride: int = 1, *, batch: int = 1) -> Windows:
         """For evaluation by sliding window: see `Windows`."""
-        return Windows(self.tokens, length, stride, batch)
+        return Windows(self.tokens, length, stride, batch, self.starts)
 
 
 @dataclass(frozen=True)

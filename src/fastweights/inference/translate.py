@@ -78,7 +78,8 @@ def n_best(
             found = beam_search(model, source.to(device), mask.to(device), search)
             texts = iter(tokenizer.decode([h.tokens for hypotheses in found for h in hypotheses]))
             for i, hypotheses in zip(numbers, found, strict=True):
-                results[i] = [Translation(next(texts), h.log_prob, h.score) for h in hypotheses]
+                # A line stays a line, whatever an untrained model writes.
+                results[i] = [Translation(next(texts).replace("\n", " "), h.log_prob, h.score) for h in hypotheses]
             report(start + len(numbers), len(wanted))
     finally:
         model.train(training)

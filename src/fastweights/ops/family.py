@@ -44,6 +44,10 @@ def run(problem: Problem, recurrence: Recurrence) -> tuple[Tensor, Tensor, Tenso
     # The gates are small next to q, k and v, and 1 - beta has no digits to lose.
     gates = {name: gate.to(problem.state_dtype) for name, gate in problem.gates.items()}
     a, e, w = problem.rule.coefficients(**gates)
+    if problem.starts is not None:
+        # A memory that fades to nothing is empty, exactly.
+        kept = (~problem.starts).to(problem.state_dtype).unsqueeze(-1)
+        a = kept.repeat(1, 1, q.shape[2]) if a is None else a * kept
     if z is None:
         y, W = recurrence(q, k, v, a, e, w, W, packed, q.dtype)
         return y, W, None
@@ -69,7 +73,7 @@ def parts(problem: Problem) -> list[tuple[int, bool, bool, bool, bool]]:
     M, rule = problem.v.shape[-1], problem.rule
     assert rule.coefficients is not None
     a, e, w = rule.coefficients(**{name: torch.ones(()) for name in rule.gates})
-    decay, erase, tied = a is not None, e is not None, e is not None and e is w
+    decay, erase, tied = a is not None or problem.starts is not None, e is not None, e is not None and e is w
     write = w is not None and not tied
     if problem.z is None:
         return [(M, decay, erase, write, tied)]

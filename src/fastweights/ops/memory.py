@@ -30,6 +30,7 @@ def fast_weight_memory(
     state: FastWeightState | None = None,
     backend: str = "auto",
     mask: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, FastWeightState]:
     """Write each value under its key and read with each query, step by step: Eqs. 17-19 and 20-28 of the paper.
 
@@ -50,6 +51,8 @@ def fast_weight_memory(
         state: what an earlier call returned; zeros if None. Gradients flow into it.
         backend: a name from `list_backends()`; "auto" takes FASTWEIGHTS_BACKEND or else the first that can.
         mask: (B, T), False for padding: such a token changes nothing, and its output is 0.
+        starts: (B, T), True where a new text begins in a row: the memory is emptied before that token. Unlike
+            `cu_seqlens` it leaves the shapes as they are, and a row may begin with the rest of an older text.
 
     Returns:
         y (B, T, H, M) in the dtype of q, and the state after the last step (float32 for 16-bit inputs).
@@ -58,13 +61,15 @@ def fast_weight_memory(
     q, k, v = _autocast(q, k, v)
     gates = _check_inputs(rule, q, k, v, {"beta": beta, "decay": decay})
     look_up({"attention": None, "None": None}, str(normalization), "normalization")
-    _check_packing(q, cu_seqlens, mask)
+    _check_tokens("mask", mask, q, "True for tokens that count")
+    _check_tokens("starts", starts, q, "True where a new text begins")
+    _check_packing(q, cu_seqlens)
     W, z = _initial_state(q, v, state, normalization == "attention", cu_seqlens)
     if mask is not None:
         q, k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (q, k, v))
         idle = {"beta": 0.0, "decay": 1.0}
         gates = {name: gate.masked_fill(~mask[..., None], idle[name]) for name, gate in gates.items()}
-    problem = Problem(rule, q, k, v, gates, W, z, cu_seqlens, mask)
+    problem = Problem(rule, q, k, v, gates, W, z, cu_seqlens, mask, starts)
     y, W, z = select(problem, backend).run(problem)
     return y, FastWeightState(W, z)
 
@@ -119,14 +124,20 @@ def _check_inputs(rule: Rule, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, 
     return taken
 
 
-def _check_packing(q: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None) -> None:
+def _check_tokens(name: str, given: Tensor | None, q: Tensor, meaning: str) -> None:
+    """One truth value a token, or nothing."""
+    if given is None:
+        return
     B, T = q.shape[:2]
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"mask must be a bool tensor of shape (B, T) = {(B, T)}, True for tokens that count")
-        if mask.shape != (B, T):
-            raise ValueError(f"mask must have shape (B, T) = {(B, T)}, got {tuple(mask.shape)}")
-        _check_device("mask", mask, q)
+    if not isinstance(given, Tensor) or given.dtype != torch.bool:
+        raise TypeError(f"{name} must be a bool tensor of shape (B, T) = {(B, T)}, {meaning}")
+    if given.shape != (B, T):
+        raise ValueError(f"{name} must have shape (B, T) = {(B, T)}, got {tuple(given.shape)}")
+    _check_device(name, given, q)
+
+
+def _check_packing(q: Tensor, cu_seqlens: Tensor | None) -> None:
+    B, T = q.shape[:2]
     if cu_seqlens is None:
         return
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fastweights.data.documents import DOCUMENTS, mark_documents
 from fastweights.data.tokens import Corpus, Segment, Segments
-from fastweights.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
+from fastweights.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState, check_forgets
 from fastweights.models.presets import CONTEXTS, MIXER_CHOICES, PRESETS, TrainingRecipe, training_recipe
 from fastweights.ops.tables import look_up
 from fastweights.training.config import TrainingConfig
@@ -23,7 +24,8 @@ from fastweights.training.task import Outcome, Task
 
 # What the corpus or the arguments of `assemble` decide.
 _DECIDED = {"vocab_size": "follows from the corpus", "mixer": "has its own option", "rule": "has its own option"}
-FIELDS = Fields(LanguageModelConfig, {"segment": int, "batch_size": int, "eval_batch": int}, _DECIDED)
+_READING = {"segment": int, "batch_size": int, "eval_batch": int, "documents": str}
+FIELDS = Fields(LanguageModelConfig, _READING, _DECIDED)
 check_field = FIELDS.check
 
 
@@ -31,7 +33,8 @@ class LanguageTask(Task):
     """The next word of a corpus: its training text in `batch_size` rows, read in order, `segment` words at a time.
 
     With context "carried" each segment goes on from the state of the one before, without gradient, and an epoch begins
-    with none; with "limited" every segment stands alone. Validation reads the validation text in the same way in
+    with none; with "limited" every segment stands alone. With `documents` other than "none" a model with fast weights
+    also forgets where one of them begins, see `data.documents`. Validation reads the validation text in the same way in
     `eval_batch` rows, and gives "loss" (nats a word) and "ppl".
     """
 
@@ -44,16 +47,19 @@ class LanguageTask(Task):
         batch_size: int,
         context: str = "limited",
         eval_batch: int = EVAL_BATCH,
+        documents: str = "none",
     ) -> None:
         look_up(dict.fromkeys(CONTEXTS), context, "context")
-        self.model, self.corpus, self.context = model, corpus, context
+        look_up(DOCUMENTS, documents, "kind of documents")
+        self.model, self.corpus, self.context, self.documents = model, corpus, context, documents
         self.segment, self.batch_size, self.eval_batch = segment, batch_size, eval_batch
         self.carried = context == "carried"
         self._check()
         # Layers refuse what a configuration cannot know, such as the options of a feature map.
         with torch.device("meta"):
             self.n_parameters = LanguageModel(model).n_parameters
-        self._streams = {"train": corpus.train, "valid": corpus.valid}
+        streams = {"train": corpus.train, "valid": corpus.valid}
+        self._streams = {split: mark_documents(each, corpus.vocabulary, documents) for split, each in streams.items()}
         self._segments: dict[tuple[int, int], Segments] = {}
         for split, rows in (("train", batch_size), ("valid", eval_batch)):
             try:
@@ -65,6 +71,8 @@ class LanguageTask(Task):
         model, words = self.model, len(self.corpus.vocabulary)
         if model.vocab_size != words:
             raise ValueError(f"the model has vocab_size {model.vocab_size:,}, the corpus {words:,} words")
+        if self.documents != "none":
+            check_forgets(model)
         if self.carried:
             check_carried(model)
             if model.feature_map == "favor" and model.feature_map_options.get("redraw", True):
@@ -98,8 +106,13 @@ class LanguageTask(Task):
     def loss(self, model: nn.Module, batch: Segment, carry: LanguageModelState | None) -> Outcome:
         """Mean of -log p over the words of a segment."""
         assert isinstance(model, LanguageModel)
-        nll, state = model.loss(batch.inputs, batch.targets, None if batch.starts_epoch else carry)
+        nll, state = model.loss(batch.inputs, batch.targets, None if batch.starts_epoch else carry, batch.starts)
         return Outcome(nll.mean(), {"tokens": nll.numel()}, state if self.carried else None)
+
+    def regions(self, model: nn.Module) -> list[nn.Module]:
+        """The blocks: the rest is the softmax, in kernels of its own, and a few additions."""
+        assert isinstance(model, LanguageModel)
+        return list(model.blocks)
 
     def validate(self, model: nn.Module) -> dict[str, float]:
         """Loss and perplexity by segments, close to and a little above those of the paper's protocols."""
@@ -118,6 +131,7 @@ class LanguageTask(Task):
             "segment": self.segment,
             "batch_size": self.batch_size,
             "eval_batch": self.eval_batch,
+            "documents": self.documents,
             "corpus": {"fingerprint": self.corpus.fingerprint, "vocabulary_sha256": vocabulary["sha256"]},
         }
 
@@ -128,6 +142,7 @@ class Plan(NamedTuple):
     model: LanguageModelConfig
     recipe: TrainingRecipe
     eval_batch: int
+    documents: str
     training: TrainingConfig
 
 
@@ -166,14 +181,23 @@ def plan(
     }
     schedule = {"steps": recipe.steps, "lr": recipe.lr, "warmup": recipe.warmup_steps}
     training = {**defaults, **training, **schedule}
-    return Plan(config, recipe, task.get("eval_batch", EVAL_BATCH), TrainingConfig(**training))
+    eval_batch, documents = task.get("eval_batch", EVAL_BATCH), task.get("documents", "none")
+    return Plan(config, recipe, eval_batch, documents, TrainingConfig(**training))
 
 
 def assemble(corpus: Corpus, **choice: Any) -> tuple[LanguageTask, TrainingConfig]:
     """What `plan` makes of the arguments, on a corpus."""
-    model, recipe, eval_batch, training = plan(len(corpus.vocabulary), **choice)
-    cutting = {"segment": recipe.segment, "batch_size": recipe.batch_size, "eval_batch": eval_batch}
-    return LanguageTask(model, corpus, context=recipe.context, **cutting), training
+    made = plan(len(corpus.vocabulary), **choice)
+    task = LanguageTask(
+        made.model,
+        corpus,
+        segment=made.recipe.segment,
+        batch_size=made.recipe.batch_size,
+        context=made.recipe.context,
+        eval_batch=made.eval_batch,
+        documents=made.documents,
+    )
+    return task, made.training
 
 
 def _recipe(preset: str, mixer: str, overrides: dict[str, Any]) -> TrainingRecipe:

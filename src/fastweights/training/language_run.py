@@ -39,6 +39,11 @@ class LanguageRun:
         return int(self.task["segment"])
 
     @property
+    def documents(self) -> str:
+        """The documents at whose beginnings it forgets, a name from `data.documents`."""
+        return str(self.task.get("documents", "none"))
+
+    @property
     def carried(self) -> bool:
         """Whether the state was carried from segment to segment."""
         return bool(self.task["context"] == "carried")

@@ -83,7 +83,8 @@ def _unproven(problem: Problem) -> str | None:
     """Which of the kernels that the problem needs failed their self-check."""
     q, (_, T, H, D), M = problem.q, problem.q.shape, problem.v.shape[3]
     packed, walks, long = problem.cu_seqlens is not None, min(problem.W.shape[0] * H, FEW + 1), min(T, LONG)
-    key = (problem.rule.coefficients, q.dtype, q.device, H, D, M, problem.z is None, packed, walks, long == LONG)
+    form = (problem.z is None, problem.starts is None, packed, walks, long == LONG)
+    key = (problem.rule.coefficients, q.dtype, q.device, H, D, M, *form)
     if key not in _decided:
         _decided[key] = None
         for part in family.parts(problem):
