@@ -252,8 +252,8 @@ def test_a_full_scale_takes_its_corpus_among_several(corpus, monkeypatch, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["table2", "--scale", "paper"], "table2: scale paper needs WikiText-103, or a corpus of as many words (267,735)"
-         ": `fastweights data wikitext103 --source DIR --out data/wikitext103`, then --data data/wikitext103"),
+        (["table2", "--scale", "paper"], "table2: scale paper needs WikiText-103, or a corpus of as many words (267,7"
+         "35): `fastweights data wikitext103 --source DIR --out data/wikitext103`, then --data data/wikitext103"),
         (["wikitext2", "--scale", "paper"], "`fastweights data wikitext2"),
         (["fig1", "table4", "--scale", "code"], "table4: scale code needs WikiText-103"),
         (["table2", "--scale", "paper", "--data", "CORPUS"], "CORPUS has 22 (text.txt)"),

@@ -260,8 +260,25 @@ def _finish(store: Store, names: set[str], metric: str = "best_loss") -> None:
     from fastweights.report.build import build
 
     page, chapters = build(store, metric)
-    _print_claims([chapter for chapter in chapters if chapter.experiment.name in names])
+    chosen = [chapter for chapter in chapters if chapter.experiment.name in names]
+    _print_tables(chosen)
+    _print_claims(chosen)
     typer.echo(f"Page: {page}")
+
+
+def _print_tables(chapters: Sequence[Chapter]) -> None:
+    from rich.table import Table
+
+    for chapter in chapters:
+        if chapter.scale is None or chapter.experiment.table is None:
+            continue
+        found = chapter.experiment.table(chapter.results)
+        table = Table(title=f"{chapter.experiment.name} ({chapter.scale}): {chapter.experiment.title}", pad_edge=False)
+        for number, name in enumerate(found.header):
+            table.add_column(name, justify="right" if number else "left")
+        for row in found.rows:
+            table.add_row(*row)
+        _console(sys.stdout).print(table)
 
 
 def _print_claims(chapters: Sequence[Chapter]) -> None:

@@ -230,9 +230,10 @@ def table(results: Results) -> Table:
     for model, label in LABELS.items():
         for record in results.of(model):
             m = record.metrics
-            speed, memory = PAPER.get(model, (None, None)) if record.config["size"] == 128 else (None, None)
+            speed, memory = PAPER.get(model, (None, None))
+            at = "" if record.config["size"] == 128 else " (D = 128)"
             spread = f"{_thousands(m['slowest'])} to {_thousands(m['fastest'])}"
-            theirs = (f"{speed} K" if speed else "", f"{memory} GB" if memory else "")
+            theirs = (f"{speed} K{at}" if speed else "", f"{memory} GB{at}" if memory else "")
             rows.append((label, _thousands(m["words_per_s"]), spread, _gib(m["memory_bytes"]), *theirs))
     return Table(header, tuple(rows))
 

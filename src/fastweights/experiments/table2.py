@@ -75,5 +75,5 @@ EXPERIMENT = language.experiment(
     scales=SCALES,
     claims=claims,
     paper=paper,
-    table=perplexity.table(LABELS, lambda model, size: PAPER.get(size, {}).get(model)),
+    table=perplexity.table(LABELS, PAPER),
 )

@@ -133,13 +133,31 @@ def _chapter(chapter: Chapter) -> str:
 
 def _note(chapter: Chapter, scale: str) -> str:
     note = chapter.experiment.scales[scale].note
+    settings = chapter.results.records[0].config.get("set", {})
+    if settings:
+        changed = ", ".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
+        note = f"{note} Changed in every cell: {changed}.".strip()
     return f'<p class="note"><strong>Scale {scale}.</strong> {_text(note)}</p>' if note else ""
 
 
 def _table(chapter: Chapter) -> str:
     """The paper's table with our numbers."""
     make = chapter.experiment.table
-    return "" if make is None else f'<div class="scroll">{_numbers(make(chapter.results))}</div>'
+    if make is None:
+        return ""
+    caption = _trained_on(chapter)
+    caption = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f'<figure><div class="scroll">{_numbers(make(chapter.results))}</div>{caption}</figure>'
+
+
+def _trained_on(chapter: Chapter) -> str:
+    """Which text the numbers are of; the paper's are never compared with ours without it."""
+    corpora = [record.config["corpus"]["name"] for record in chapter.results.records if "corpus" in record.config]
+    theirs = chapter.experiment.text
+    if not corpora:
+        return ""
+    ours = ", ".join(dict.fromkeys(corpora))
+    return f"Perplexities on {ours}" + (f"; the paper's are on {theirs}." if ours != theirs else ".")
 
 
 def _numbers(table: Table) -> str:
