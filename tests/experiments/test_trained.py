@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from fastweights.commands import progress
 from fastweights.commands import reproduce as commands
 from fastweights.data.prepare import prepare
 from fastweights.experiments import EXPERIMENTS, language
@@ -207,7 +208,8 @@ def test_measurements_of_a_log():
     assert measurements([], Score("loss"))["best_loss"] is None
 
 
-def test_every_table_from_the_command_line(invoke, tmp_path):
+def test_every_table_from_the_command_line(invoke, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "_SILENCE", 0.0)
     result = invoke("reproduce", *TABLES, "--scale", "smoke", "--jobs", "1", "--device", "cpu")
     assert result.exit_code == 0, result.output
     out, page = tmp_path / "out", (tmp_path / "out" / "index.html").read_text()
@@ -219,7 +221,8 @@ def test_every_table_from_the_command_line(invoke, tmp_path):
         assert all(f'<th scope="col">{column}</th>' in page for column in rows)
     cells = [path.stem for path in out.glob("*/cells/*.json")]
     assert len(set(cells)) == 16 + 12 and len(cells) == 5 + 4 + 6 + 5 + 4 + 12, "equal cells are trained once"
-    assert result.stderr.count("after 4 steps") == 16
+    assert result.stderr.count("after 4 steps") == 16 and result.stderr.count(" words/s, ") == 12
+    assert "table4 xl D=16: step 3 of 4, loss" in result.stderr, "a long cell says where it is"
     assert "Delta Network" in page and "text.txt" in page and "data:image/svg+xml" in page
     assert "http:" not in page and "https:" not in page
     again = invoke("reproduce", *TABLES, "--scale", "smoke")
@@ -229,11 +232,12 @@ def test_every_table_from_the_command_line(invoke, tmp_path):
 
 
 def test_runs_can_be_kept_and_settings_shown(invoke, tmp_path):
-    options = ["--models", "linear", "--set", "dropout=0.2", "--keep-runs"]
+    options = ["--models", "linear", "--set", "dropout=0.2", "--set", "log_every=3", "--keep-runs"]
     result = invoke("reproduce", "table2", "--scale", "smoke", *options)
     assert result.exit_code == 0, result.output
     (run,) = (tmp_path / "out" / "table2" / "runs").iterdir()
-    assert json.loads((run / "config.json").read_text())["task"]["model"]["dropout"] == 0.2
+    config = json.loads((run / "config.json").read_text())
+    assert config["task"]["model"]["dropout"] == 0.2 and config["training"]["log_every"] == 3
     assert "--set dropout=0.2" in (tmp_path / "out" / "index.html").read_text()
 
 
@@ -264,6 +268,7 @@ def test_a_full_scale_takes_its_corpus_among_several(corpus, monkeypatch, tmp_pa
         (["table2", "--scale", "smoke", "--set", "lr=1", "--set", "lr=2"], "lr is given twice"),
         (["table2", "--scale", "smoke", "--set", "d_modell=3"], "did you mean 'd_model'"),
         (["table2", "--scale", "smoke", "--set", "seed=3"], "--seeds"),
+        (["speed", "--scale", "smoke", "--set", "devices=2"], "devices is not for --set: it follows from --device"),
         (["table2", "--scale", "smoke", "--set", "precision=bf17"], "precision"),
         (["table2", "--scale", "smoke", "--sizes", "20"], "leaves nothing to run at scale smoke"),
     ],

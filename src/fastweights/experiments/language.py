@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 EMBEDDED = Path("data") / "embedded"
 GIVEN = ("corpus", "set")
+_OWN_OPTIONS = {"seed": "--seeds", **dict.fromkeys(("accelerator", "devices", "nodes", "strategy"), "--device")}
 SPLITS = ("valid", "test")
 SEEDS = (1111,)
 """The authors' seed; the paper has one run of each model."""
@@ -225,8 +226,8 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
         at, row = scales[scale].options["language"], MODELS[model]
         for name in set:
             check_field(name)
-            if name == "seed":
-                raise ValueError("the seed has its own option, --seeds")
+            if name in _OWN_OPTIONS:
+                raise ValueError(f"{name} is not for --set: it follows from {_OWN_OPTIONS[name]}")
         choice = {"preset": at.presets[size], **row.choice, **at.settings, "seed": seed, **set}
         found = plan(corpus["words"], **choice)
         if row.wide:

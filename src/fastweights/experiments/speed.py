@@ -135,7 +135,7 @@ def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
     corpus = _text(network.vocab_size, tokens * (stretches + 1) * updates + config["batch_size"])
     task = LanguageTask(network, corpus, eval_batch=1, **cutting)
     training = {**config["training"], "betas": tuple(config["training"]["betas"])}
-    settings = replace(TrainingConfig(**training), **means(device))
+    settings = replace(TrainingConfig(**training), **means(device, config))
     learner = Learner(launch(task, settings), task, settings)
     speeds = []
     for _ in range(stretches + 1):

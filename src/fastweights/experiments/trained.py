@@ -89,7 +89,7 @@ def train_cell(
     from fastweights.training.logger import read_log
     from fastweights.training.loop import train
 
-    here = means(device)
+    here = means(device, config)
     task, training = kind.build(config, data)
     forget_peak(device)
     training = replace(training, **here)
@@ -129,12 +129,16 @@ def measurements(records: Sequence[Mapping[str, Any]], score: Score) -> dict[str
     }
 
 
-def means(device: str) -> dict[str, Any]:
-    """Where and how the loop runs here; fields that change no result."""
+def means(device: str, config: Config) -> dict[str, Any]:
+    """Where and how the loop runs here, and what the cell's settings say of it; fields that change no result."""
+    from fastweights.training.config import TrainingConfig
+
     kind, _, number = device.partition(":")
     if number not in ("", "0"):
         raise BadInput(f"models are trained on the first GPU, not on {device}; set CUDA_VISIBLE_DEVICES={number}")
-    return {"accelerator": kind, "devices": "auto", "tensorboard": False, "checkpoint_minutes": 2.0, "keep": 1}
+    usual = {"accelerator": kind, "devices": "auto", "tensorboard": False, "checkpoint_minutes": 2.0, "keep": 1}
+    asked = {name: value for name, value in config.get("set", {}).items() if name in TrainingConfig.free()}
+    return {**usual, **asked}
 
 
 def forget_peak(device: str) -> None:
