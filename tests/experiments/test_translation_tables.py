@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fastweights.commands.progress import _outcome
 from fastweights.data.parallel import ParallelCorpus
 from fastweights.data.prepare import prepare
 from fastweights.experiments import EXPERIMENTS, table1_cells
@@ -68,7 +69,13 @@ def test_settings_and_pairs_are_part_of_a_cell():
 def record(model, valid, test, *, size=1024, seed=1, name="WMT14 en-de"):
     config = TABLE1.cell("paper", model, size, seed, {"corpus": {**CORPUS, "name": name}, "set": {}}).config
     scores = {"valid": {"bleu": valid}, "test": {"bleu": test}}
-    metrics = {"parameters": 2_000_000, "curve": [[10, 1.0], [20, valid]], "steps": 20, "best_loss": valid}
+    metrics = {
+        "parameters": 2_000_000,
+        "curve": [[10, 1.0], [20, valid]],
+        "steps": 20,
+        "best_loss": valid,
+        "last_loss": valid,
+    }
     rest = {"paper": None, "commit": "c", "hardware": "h", "versions": {}}
     return Record({**metrics, **{k: v for k, v in scores.items() if v["bleu"] is not None}}, 1.0, config=config, **rest)
 
@@ -206,6 +213,10 @@ def test_smoke(tmp_path, monkeypatch):
     again = Watcher()
     sweep(TABLE1, chosen, store, again, data=given.data, jobs=1)
     assert not again.steps, "what is known is not trained again"
+
+
+def test_what_the_terminal_says_of_a_cell():
+    assert _outcome(record("linear", 20, 21.04).metrics) == "test BLEU 21.0 after 20 steps, "
 
 
 def test_another_corpus_in_the_same_folder_is_refused(tmp_path):
