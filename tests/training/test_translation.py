@@ -156,7 +156,7 @@ def test_without_sacrebleu_it_is_said_before_the_training(corpus, monkeypatch):
 
 def test_what_is_not_given_follows_from_what_is(corpus):
     task, config = small_translation(corpus, steps=50)
-    assert (config.warmup, config.schedule, config.betas) == (5, "linear", (0.9, 0.98))
+    assert (config.warmup, config.schedule, config.betas) == (5, "cosine", (0.9, 0.98))
     assert task.model.vocab_size == len(corpus.tokenizer) and task.score == ("bleu", True)
     big = plan_translation(100, preset="big", attention="performer", features=128)
     assert (big.training.accumulate, big.training.warmup, big.recipe.max_tokens) == (16, 4000, 10_752)
