@@ -1,8 +1,8 @@
 """Tables 2 and 5 in the small configuration on other text than the paper's, with fewer words. Not in the paper.
 
-WikiText-103's training set is not always to be had. Any corpus with a vocabulary of as many words will do; the corpus is
-named with the results, and its numbers stand beside the paper's without replacing them. All models have the same budget
-of words and the paper's recipe, shortened: the cosine falls to 0 at the last step.
+WikiText-103's training set is not always to be had. Any corpus with a vocabulary of as many words will do; it is named
+with the results, and its numbers stand beside the paper's without replacing them. All models have the same budget of
+words and the paper's recipe, shortened: the cosine falls to 0 at the last step.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SCALES = language.scales(
         "paper": "6 min a model on an H200 with --set compile=default --set graph=true",
     },
     FULL,
-    note="Not the paper's data, and a small part of its training: 21,000 steps where it has 500,000, or what --set steps "
-    "says; bfloat16 products; evaluated with a sliding window that moves on by 8 words.",
+    note="Not the paper's data, and a small part of its training: 21,000 steps where it has 500,000, or what --set "
+    "steps says; bfloat16 products; evaluated with a sliding window that moves on by 8 words.",
 )
 STATEMENT = (
     "Not in the paper. On WikiText-103 its Tables 2 and 5 find that the delta rule improves on the sum rule with every "
