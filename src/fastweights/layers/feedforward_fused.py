@@ -125,7 +125,10 @@ def fused_feedforward(
     wide = x.new_empty(n, F)
     constants = _constants(x, p)
     grid = -(-n // constants["TILE"]) * -(-F // (constants["STEP"] * constants["SPAN"]))
-    more = {"THRESHOLD": min(round(p * 2**32), 2**32 - 1), "ACC": tl.float64 if x.dtype == torch.float64 else tl.float32}
+    more = {
+        "THRESHOLD": min(round(p * 2**32), 2**32 - 1),
+        "ACC": tl.float64 if x.dtype == torch.float64 else tl.float32,
+    }
     widen[(grid,)](x, w1, b1, seed, wide, n, K, F, **constants, **more)
     return wide @ w2.mT, wide
 
