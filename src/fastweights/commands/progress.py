@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -83,15 +83,9 @@ class Display:
         self._work_left -= record.config["size"]
         self._work_done += record.config["size"]
         self._running.pop(record.slug, None)
-        metrics = record.metrics
         model, size, seed = (record.config[name] for name in ("model", "size", "seed"))
-        outcome = (
-            f"loss {format_loss(metrics['last_loss'])} after {metrics['steps']} steps, " if "steps" in metrics else ""
-        )
-        if isinstance(found := metrics.get("test"), dict) and found.get("ppl"):
-            outcome = f"test perplexity {found['ppl']:.1f} after {metrics['steps']} steps, "
         place = f"[{self.finished}/{self.total}] {self._experiment} {model} {self._size_name}={size} seed {seed}"
-        self._say(f"{place}: {outcome}{format_seconds(record.wall_s)}{self._left(', {} left')}")
+        self._say(f"{place}: {_outcome(record.metrics)}{format_seconds(record.wall_s)}{self._left(', {} left')}")
         self._show()
 
     def _left(self, text: str) -> str:
@@ -110,3 +104,18 @@ class Display:
             newest = list(self._running.values())[-_SHOWN:]
             note = "  ".join([self._left("{} left"), *newest]).strip()
             self._bars.update(self._task, completed=self.finished, description=self._experiment, note=note)
+
+
+def _outcome(metrics: Mapping[str, Any]) -> str:
+    """What came out, in the words of its task, and in front of something else."""
+    if "diverged_at" in metrics:
+        return f"diverged at step {metrics['diverged_at']}, "
+    if "words_per_s" in metrics:
+        return f"{metrics['words_per_s']:,.0f} words/s, "
+    if "steps" not in metrics:
+        return ""
+    test, found = metrics.get("test") or {}, f"loss {format_loss(metrics['last_loss'])}"
+    for name, label in (("ppl", "test perplexity"), ("bleu", "test BLEU")):
+        if test.get(name) is not None:
+            found = f"{label} {test[name]:.1f}"
+    return f"{found} after {metrics['steps']} steps, "

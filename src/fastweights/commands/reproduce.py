@@ -16,7 +16,7 @@ import typer
 from fastweights.commands.device import pick_device
 
 if TYPE_CHECKING:
-    from fastweights.experiments.base import Cell, Experiment, Selection
+    from fastweights.experiments.base import Cell, Experiment, Request, Selection
     from fastweights.experiments.store import Store
     from fastweights.report.build import Chapter
 
@@ -56,6 +56,7 @@ def reproduce(
 
     Every cell is kept as soon as it is trained: the same command goes on where an interrupted one stopped.
     """
+    from fastweights.experiments.base import Request
     from fastweights.experiments.sweep import sweep
 
     with _input_errors():
@@ -70,7 +71,8 @@ def reproduce(
             raise ValueError(f"--jobs must be at least 1, got {jobs}")
         _require_plotting()
         _check(store)
-        plans = _plans(experiments, scale, selection, data or [], settings or [])
+        request = Request(tuple(data or ()), _settings(settings or []), device)
+        plans = _plans(experiments, scale, selection, request)
         store.check_writable()
     from fastweights.commands.progress import Display
 
@@ -176,16 +178,15 @@ def _numbers(text: str | None, option: str, least: int) -> tuple[int, ...] | Non
 
 
 def _plans(
-    experiments: Sequence[Experiment], scale: str, selection: Selection, data: Sequence[Path], settings: Sequence[str]
+    experiments: Sequence[Experiment], scale: str, selection: Selection, request: Request
 ) -> list[tuple[Experiment, list[Cell], Path | None]]:
     """The cells of each experiment that has any, and where its data lie; nothing is trained before all are known."""
-    from fastweights.experiments.base import BadInput, Request
+    from fastweights.experiments.base import BadInput
 
     chosen = [experiment for experiment in experiments if experiment.grid(scale, selection)]
     for experiment in experiments:
         if experiment not in chosen:
             _say(f"{experiment.name}: nothing to run for this selection, skipped")
-    request = Request(tuple(data), _settings(settings))
     takers = [experiment for experiment in chosen if experiment.take]
     for option, present in (("--data", request.data), ("--set", request.settings)):
         if present and not takers:
@@ -259,8 +260,25 @@ def _finish(store: Store, names: set[str], metric: str = "best_loss") -> None:
     from fastweights.report.build import build
 
     page, chapters = build(store, metric)
-    _print_claims([chapter for chapter in chapters if chapter.experiment.name in names])
+    chosen = [chapter for chapter in chapters if chapter.experiment.name in names]
+    _print_tables(chosen)
+    _print_claims(chosen)
     typer.echo(f"Page: {page}")
+
+
+def _print_tables(chapters: Sequence[Chapter]) -> None:
+    from rich.table import Table
+
+    for chapter in chapters:
+        if chapter.scale is None or chapter.experiment.table is None:
+            continue
+        found = chapter.experiment.table(chapter.results)
+        table = Table(title=f"{chapter.experiment.name} ({chapter.scale}): {chapter.experiment.title}", pad_edge=False)
+        for number, name in enumerate(found.header):
+            table.add_column(name, justify="right" if number else "left")
+        for row in found.rows:
+            table.add_row(*row)
+        _console(sys.stdout).print(table)
 
 
 def _print_claims(chapters: Sequence[Chapter]) -> None:

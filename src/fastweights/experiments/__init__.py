@@ -6,12 +6,18 @@ from fastweights.experiments import (
     fig3_update_rules,
     fig4_curves600,
     fig5_capacity2,
+    speed,
+    table1,
     table2,
+    table3,
+    table4,
     table5,
+    table6,
     wikitext2,
 )
 from fastweights.experiments.base import Experiment
 
-_FILES = (fig1_dpfp, fig2_capacity, fig3_update_rules, fig4_curves600, fig5_capacity2, table2, table5, wikitext2)
+_FIGURES = (fig1_dpfp, fig2_capacity, fig3_update_rules, fig4_curves600, fig5_capacity2)
+_TABLES = (table1, table2, table3, table4, table5, table6, wikitext2, speed)
 
-EXPERIMENTS: dict[str, Experiment] = {file.EXPERIMENT.name: file.EXPERIMENT for file in _FILES}
+EXPERIMENTS: dict[str, Experiment] = {file.EXPERIMENT.name: file.EXPERIMENT for file in (*_FIGURES, *_TABLES)}

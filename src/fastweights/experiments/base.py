@@ -177,10 +177,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line gives an experiment beside the selection: folders of data, and fields to change."""
+    """What the command line gives an experiment beside the selection: folders of data, fields to change, the device."""
 
     data: tuple[Path, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,7 @@ class Experiment:
         table: the results in the form of the paper's table.
         take: makes what is `given` out of a `Request` at a scale; None for an experiment that takes nothing.
         given: names of the entries of `config` that `take` decides. A record keeps its own.
+        text: what the paper's models were trained on, where ours can be on something else.
         size_name: what `size` is, in front of its value.
         fixed_sizes: drawn at the sizes of its scales only, which a `Selection` can narrow but not change.
         selectable: False where there is nothing to select, and every `Selection` leaves it whole.
@@ -248,6 +250,7 @@ class Experiment:
     table: Callable[[Results], Table] | None = None
     take: Callable[[str, Request], Given] | None = None
     given: tuple[str, ...] = ()
+    text: str = ""
     size_name: str = "S"
     fixed_sizes: bool = False
     selectable: bool = True

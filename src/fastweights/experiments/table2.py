@@ -63,7 +63,7 @@ def claims(results: Results) -> list[Claim]:
 
 def paper(config: Mapping[str, Any]) -> dict[str, float] | None:
     pair = PAPER.get(config["size"], {}).get(config["model"])
-    return None if pair is None else {"valid": pair[0], "test": pair[1]}
+    return perplexity.entry(pair)
 
 
 EXPERIMENT = language.experiment(
@@ -75,5 +75,5 @@ EXPERIMENT = language.experiment(
     scales=SCALES,
     claims=claims,
     paper=paper,
-    table=perplexity.table(LABELS, lambda model, size: PAPER.get(size, {}).get(model)),
+    table=perplexity.table(LABELS, PAPER),
 )

@@ -6,12 +6,13 @@ heads: each head has 32, fewer than the 256 words of a segment, so each is still
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from fastweights.experiments import language, perplexity
 from fastweights.experiments.base import NOT_RUN, Claim, Results
-from fastweights.experiments.perplexity import Pair, against, lower, mean
+from fastweights.experiments.perplexity import Pair, against, lower, margin, mean, ppl
 
 PAPER: dict[str, Pair] = {
     "transformer": (33.0, 34.1),
@@ -62,14 +63,19 @@ def larger_improvement(results: Results) -> Claim:
                 gains[name] = tuple(b - a for b, a in zip(before, after, strict=True))
     if len(gains) < 2:
         return Claim(text, NOT_RUN, paper, None)
+    if not all(math.isfinite(gain) for pair in gains.values() for gain in pair):
+        return Claim(text, "a training diverged", paper, None)
     shown = [" / ".join(f"{gain:.1f}" for gain in gains[name]) for name in ("dpfp-1", "performer-wide")]
-    holds = all(a > b for a, b in zip(gains["dpfp-1"], gains["performer-wide"], strict=True))
-    return Claim(text, f"by {shown[0]} against {shown[1]}", paper, holds)
+    differences = [a - b for a, b in zip(gains["dpfp-1"], gains["performer-wide"], strict=True)]
+    # Two gains are as uncertain as the perplexities they are differences of.
+    least = margin(results) * min(ppl(record, "valid") for record in results.records)
+    undecided = min(differences) <= least and max(differences) > -least and least > 0
+    return Claim(text, f"by {shown[0]} against {shown[1]}", paper, None if undecided else min(differences) > 0)
 
 
 def paper(config: Mapping[str, Any]) -> dict[str, float] | None:
     pair = PAPER.get(config["model"]) if config["size"] == 128 else None
-    return None if pair is None else {"valid": pair[0], "test": pair[1]}
+    return perplexity.entry(pair)
 
 
 EXPERIMENT = language.experiment(
@@ -81,5 +87,5 @@ EXPERIMENT = language.experiment(
     scales=SCALES,
     claims=claims,
     paper=paper,
-    table=perplexity.table(LABELS, lambda model, size: PAPER.get(model) if size == 128 else None),
+    table=perplexity.table(LABELS, {128: PAPER}),
 )

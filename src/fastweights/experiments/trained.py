@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastweights.experiments.base import BadInput, Cell, Outcome, Outcomes, Setup
 
@@ -89,9 +89,10 @@ def train_cell(
     from fastweights.training.logger import read_log
     from fastweights.training.loop import train
 
+    here = means(device, config)
     task, training = kind.build(config, data)
-    _forget_peak(device)
-    training = replace(training, **_means(device))
+    forget_peak(device)
+    training = replace(training, **here)
     about = {"data": str(data.resolve())} if data else {}
     diverged = None
     try:
@@ -128,15 +129,19 @@ def measurements(records: Sequence[Mapping[str, Any]], score: Score) -> dict[str
     }
 
 
-def _means(device: str) -> dict[str, Any]:
-    """Where and how the loop runs here; fields that change no result."""
+def means(device: str, config: Config) -> dict[str, Any]:
+    """Where and how the loop runs here, and what the cell's settings say of it; fields that change no result."""
+    from fastweights.training.config import TrainingConfig
+
     kind, _, number = device.partition(":")
     if number not in ("", "0"):
         raise BadInput(f"models are trained on the first GPU, not on {device}; set CUDA_VISIBLE_DEVICES={number}")
-    return {"accelerator": kind, "devices": "auto", "tensorboard": False, "checkpoint_minutes": 2.0, "keep": 1}
+    usual = {"accelerator": kind, "devices": "auto", "tensorboard": False, "checkpoint_minutes": 2.0, "keep": 1}
+    asked = {name: value for name, value in config.get("set", {}).items() if name in TrainingConfig.free()}
+    return {**usual, **asked}
 
 
-def _forget_peak(device: str) -> None:
+def forget_peak(device: str) -> None:
     """Let the peak of memory be that of this cell: on a GPU, and on Linux that of the process."""
     if device.startswith("cuda"):
         import torch
@@ -186,7 +191,9 @@ def _at_once(kind: Trainable, cells: Sequence[Cell], setup: Setup, jobs: int) ->
     # A fork would inherit PyTorch's threads in whatever state they are.
     context = multiprocessing.get_context("spawn")
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    waiting, working, workers = list(cells), {}, []
+    waiting = list(cells)
+    working: dict[Connection[Any, Any], Cell] = {}
+    workers: list[tuple[Any, Connection[Any, Any]]] = []
     try:
         for _ in range(jobs):
             ours, theirs = context.Pipe()
@@ -197,8 +204,8 @@ def _at_once(kind: Trainable, cells: Sequence[Cell], setup: Setup, jobs: int) ->
             working[ours] = waiting.pop(0)
             ours.send((working[ours].config, setup.folder / working[ours].slug))
         while working:
-            for ours in wait(list(working)):
-                assert isinstance(ours, Connection)
+            for ready in wait(list(working)):
+                ours = cast("Connection[Any, Any]", ready)
                 try:
                     what, *content = ours.recv()
                 except EOFError:
@@ -225,7 +232,7 @@ def _at_once(kind: Trainable, cells: Sequence[Cell], setup: Setup, jobs: int) ->
             ours.close()
 
 
-def _work(pipe: Connection, kind: Trainable, data: Path | None, device: str, threads: int) -> None:
+def _work(pipe: Connection[Any, Any], kind: Trainable, data: Path | None, device: str, threads: int) -> None:
     import torch
 
     from fastweights.training.folder import RunError
