@@ -55,7 +55,9 @@ def layers(dtype=torch.float64, dropout=0.0):
 def test_the_layer_takes_it():
     fused, dense = layers(dropout=0.3)
     x = torch.randn(2, 5, 6, dtype=torch.float64)
+    before = torch.get_rng_state()
     torch.testing.assert_close(fused.eval()(x), dense.eval()(x))
+    assert torch.equal(torch.get_rng_state(), before)
     fused.train()
     assert not torch.equal(fused(x), fused(x))
     torch.manual_seed(4)
