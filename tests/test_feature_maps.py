@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fastweights as fw
-from fastweights.feature_maps import FEATURE_MAPS
+from fastweights.feature_maps import FEATURE_MAPS, gram_schmidt
 
 OPTIONS = {
     "dpfp": [{"nu": 1}, {"nu": 3}, {"nu": 9}],
@@ -136,3 +136,13 @@ def test_tables_have_one_line_for_each_entry():
     for table in (fw.list_rules(), fw.list_feature_maps(), fw.list_backends()):
         assert table
         assert all(name and line and "\n" not in line for name, line in table.items())
+
+
+def test_gram_schmidt_is_the_orthogonal_factor():
+    """As on a GPU: the same rows as those of a QR decomposition, up to their sign."""
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    rows = gram_schmidt(x)
+    torch.testing.assert_close(rows @ rows.mT, torch.eye(5, dtype=torch.float64).expand(3, 5, 5))
+    q = torch.linalg.qr(x.mT)[0].mT
+    torch.testing.assert_close(rows, q * (q * rows).sum(-1, keepdim=True).sign())
+    assert ((rows * x).sum(-1) > 0).all()

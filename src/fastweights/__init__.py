@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fastweights.layers.softmax import SoftmaxAttention as SoftmaxAttention
     from fastweights.models.language_model import LanguageModel as LanguageModel
     from fastweights.models.language_model import LanguageModelConfig as LanguageModelConfig
+    from fastweights.models.translation import TranslationModel as TranslationModel
+    from fastweights.models.translation_config import TranslationModelConfig as TranslationModelConfig
     from fastweights.ops.backends import list_backends as list_backends
     from fastweights.ops.linear_attention import linear_attention as linear_attention
     from fastweights.ops.memory import fast_weight_memory as fast_weight_memory
@@ -36,6 +38,8 @@ _HOMES = {
     "RelativeAttention": "layers.relative",
     "SoftmaxAttention": "layers.softmax",
     "Stream": "inference.stream",
+    "TranslationModel": "models.translation",
+    "TranslationModelConfig": "models.translation_config",
     "fast_weight_memory": "ops.memory",
     "feature_map": "feature_maps",
     "l2_normalize": "ops.normalization",

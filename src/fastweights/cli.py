@@ -12,6 +12,7 @@ from fastweights.commands import evaluate, train
 from fastweights.commands.data import data
 from fastweights.commands.generate import generate
 from fastweights.commands.reproduce import report, reproduce
+from fastweights.commands.translate import translate
 
 app = typer.Typer(
     name="fastweights",
@@ -27,6 +28,7 @@ app.command()(data)
 app.add_typer(train.app, name="train")
 app.add_typer(evaluate.app, name="eval")
 app.command()(generate)
+app.command()(translate)
 app.add_typer(bench, name="bench")
 
 
@@ -95,6 +97,57 @@ def retrieval(
     from fastweights.benchmarks.retrieval import run
 
     run(out, repeats)
+
+
+@bench.command()
+def lm(
+    out: Annotated[Path | None, typer.Option(help="Write the measurements to this JSON file.")] = None,
+    sizes: Annotated[str, typer.Option(help="Of small, medium and tiny.")] = "small",
+    models: Annotated[
+        str, typer.Option(help="Of transformer, linear, delta, performer, performer-delta, dpfp, dpfp-delta and xl.")
+    ] = "transformer,delta,linear,dpfp-delta,performer-delta",
+    ways: Annotated[
+        str, typer.Option(help="Of plain, bf16, graph, compiled and fast; others are compared with the first.")
+    ] = "plain,fast",
+    corpus: Annotated[
+        Path | None, typer.Option(help="A prepared corpus.", show_default="random words, as frequent as in text")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    steps: Annotated[int, typer.Option(min=1, help="Updates in each of five timed blocks.")] = 20,
+    compared: Annotated[int, typer.Option(min=0, help="First losses to compare, without dropout.")] = 20,
+) -> None:
+    """Training the paper's language models: words a second, plain and fast, and whether both learn the same."""
+    from fastweights.benchmarks.lm import run
+    from fastweights.commands.training_options import input_errors
+
+    with input_errors(ValueError, OSError):
+        names = (sizes.split(","), models.split(","), ways.split(","))
+        right = run(out, *names, corpus, device, steps, compared)
+    if not right:
+        raise typer.Exit(1)
+
+
+@bench.command()
+def mt(
+    out: Annotated[Path | None, typer.Option(help="Write the measurements to this JSON file.")] = None,
+    preset: Annotated[str, typer.Option(help="big, base or tiny.")] = "base",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    precision: Annotated[str, typer.Option(help="fp32 or bf16 (mixed).")] = "fp32",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs for each number; the median is reported.")] = 5,
+) -> None:
+    """Translation models with linear and softmax attention: training and decoding at source lengths 32, 512, 4096."""
+    from fastweights.commands.device import pick_device
+    from fastweights.commands.training_options import input_errors
+
+    with input_errors(ValueError):
+        from fastweights.benchmarks.translation import run
+        from fastweights.models.translation_presets import PRESETS
+        from fastweights.ops.tables import look_up
+
+        look_up(PRESETS, preset, "preset")
+        look_up(dict.fromkeys(("fp32", "bf16")), precision, "precision")
+        device = pick_device(device)
+    run(out, preset, device, precision, repeats)
 
 
 def main() -> None:

@@ -145,6 +145,25 @@ class DPFP(FeatureMap):
         return torch.cat([r * r.roll(j, -1) for j in range(1, self.nu + 1)], -1)
 
 
+def orthonormal_rows(x: Tensor, n: int) -> Tensor:
+    """n orthonormal rows (..., n, d) from normal x (..., d, d), in random directions.
+
+    On a GPU by Gram and Schmidt's method, in operations that a CUDA graph can hold, as those of `linalg.qr` cannot be.
+    """
+    return gram_schmidt(x[..., :n, :]) if x.is_cuda else torch.linalg.qr(x)[0].mT[..., :n, :]
+
+
+def gram_schmidt(x: Tensor) -> Tensor:
+    """The rows of x (..., n, d), each less what it has of those before it, at length 1."""
+    rows = torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)
+    for i in range(x.shape[-2]):
+        row = x[..., i : i + 1, :]
+        row = row / row.norm(dim=-1, keepdim=True)
+        overlap = (x * row).sum(-1, keepdim=True)
+        x = torch.where(rows == i, row, torch.where(rows > i, x - overlap * row, x))
+    return x
+
+
 @_feature_map("favor")
 class FAVOR(FeatureMap):
     """Positive random features whose dot product estimates exp(q·k) [Eqs. 31-32, Choromanski et al. 2021]; dim = 2 m.
@@ -191,8 +210,8 @@ class FAVOR(FeatureMap):
         device = self.projection.device
         if self.orthogonal:
             blocks = -(-self.m // self.d_key)
-            directions, _ = torch.linalg.qr(torch.randn(blocks, self.d_key, self.d_key, device=device))
-            rows = directions.mT.flatten(0, 1)[: self.m]
+            rows = orthonormal_rows(torch.randn(blocks, self.d_key, self.d_key, device=device), min(self.m, self.d_key))
+            rows = rows.flatten(0, 1)[: self.m]
             # A Gaussian row is a uniform direction times the norm of another Gaussian row.
             rows = rows * torch.randn(self.m, self.d_key, device=device).norm(dim=-1, keepdim=True)
         else:

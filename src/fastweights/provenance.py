@@ -38,12 +38,13 @@ def _git(*arguments: str) -> str:
 
 @cache
 def hardware(device: str) -> str:
-    """The device's name, for the CPU with its number of cores."""
+    """The device's name, for the CPU with the number of cores that this process may use."""
     if device.startswith("cuda"):
         import torch
 
         return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {os.cpu_count()} cores"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_processor()}, {cores} cores"
 
 
 def _processor() -> str:

@@ -9,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from fastweights.commands import reproduce as commands
+from fastweights.experiments import EXPERIMENTS
 from tests.experiments.fakes import Training
 
 app = typer.Typer()
@@ -30,18 +31,19 @@ def run(tmp_path, training):
 
 
 def test_all_figures(run, training, tmp_path):
-    result = run("reproduce", "all", "--scale", "smoke", "--jobs", "1", "--device", "cpu")
+    figures = ("fig1", "fig2", "fig3", "fig4", "fig5")
+    result = run("reproduce", *figures, "--scale", "smoke", "--jobs", "1", "--device", "cpu")
     assert result.exit_code == 0, result.output
     out = tmp_path / "out"
     assert result.stdout.strip().endswith(f"Page: {out / 'index.html'}")
     assert "The delta rule solves the task" in result.stdout
-    for name in ("fig1", "fig2", "fig3", "fig4", "fig5"):
+    for name in figures:
         assert json.loads((out / name / "results.json").read_text())["scale"] == "smoke"
         assert (out / name / f"{name}.svg").exists() and (out / name / f"{name}.png").exists()
     assert len(training.trained) == len(set(training.trained)) == 32
     assert "[45/45] fig5 favor-128-delta S=4 seed 1: loss NaN" in result.stderr
 
-    again = run("reproduce", "all", "--scale", "smoke")
+    again = run("reproduce", *figures, "--scale", "smoke")
     assert again.exit_code == 0 and "16 cells, 16 of them known" in again.stderr
     before, page = len(training.trained), out / "index.html"
     page.unlink()
@@ -80,6 +82,8 @@ def test_a_selection_may_leave_a_figure_out(run, training):
         (["reproduce", "fig2", "--device", "cuda:99"], "is not there"),
         (["reproduce", "fig2", "--device", "meta"], "not supported"),
         (["reproduce", "fig2", "--jobs", "0"], "--jobs must be at least 1"),
+        (["reproduce", "fig2", "--data", "x"], "--data is for language models, not for fig2"),
+        (["reproduce", "fig2", "--set", "lr=1"], "--set is for language models, not for fig2"),
         (["report"], "there are no results in"),
         (["report", "--loss", "worst"], "unknown loss 'worst'"),
     ],
@@ -134,7 +138,7 @@ def test_report_takes_up_cells_of_a_killed_sweep(run, training, tmp_path):
 
 def test_list(run, training):
     fresh = run("reproduce", "--list")
-    assert fresh.exit_code == 0 and fresh.stdout.count("none") == 5 and "240 cells" in fresh.stdout
+    assert fresh.exit_code == 0 and fresh.stdout.count("none") == len(EXPERIMENTS) and "240 cells" in fresh.stdout
     run("reproduce", "fig3", "--scale", "smoke")
     assert "smoke: 4 cells, 6.0 s of training" in run("reproduce", "--list").stdout
 
@@ -155,14 +159,13 @@ def test_the_live_display(run, training, monkeypatch, tmp_path):
     from rich.console import Console
 
     from fastweights.commands.progress import Display
-    from fastweights.experiments import EXPERIMENTS
     from fastweights.experiments.store import Store
     from fastweights.experiments.sweep import sweep
 
     with (tmp_path / "screen").open("w+") as screen:
         console = Console(file=screen, force_terminal=True, width=200)
         fig2 = EXPERIMENTS["fig2"]
-        with Display(console, [4, 8] * 8) as display:
+        with Display(console, 16) as display:
             sweep(fig2, fig2.cells("smoke"), Store(tmp_path / "out"), display)
         screen.seek(0)
         shown = screen.read()

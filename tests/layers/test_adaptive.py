@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fastweights.layers import adaptive
+from fastweights.layers import adaptive_dense
 from fastweights.layers.adaptive import AdaptiveSoftmax
 from tests.ops.calls import relative_error
 
@@ -97,13 +97,13 @@ def test_gradcheck():
 
 
 def test_logits_stay_within_the_room(monkeypatch):
-    made, honest = [], adaptive._logits
+    made, honest = [], adaptive_dense.logits_of
 
     def watched(*arguments):
         made.append(honest(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(adaptive, "_logits", watched)
+    monkeypatch.setattr(adaptive_dense, "logits_of", watched)
     layer, (hidden, targets) = make(tile_bytes=500, dtype=torch.float32), tokens(200, dtype=torch.float32)
     kept = {}
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x)

@@ -118,3 +118,41 @@ def test_padding_leaves_no_trace(rule, backend, normalization, side):
 
 def test_every_rule_is_covered():
     assert {rule for rule, _ in PAIRS} == set(RULES)
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize(("rule", "backend"), PAIRS)
+@pytest.mark.parametrize("cuts", [[], [0], [31, 32, 64], [69]])
+def test_a_start_forgets_all_before_it(rule, backend, normalization, cuts):
+    """Rows of several texts are those texts one by one, each from an empty memory, the first from the state given."""
+    call = random_call(rule, normalization, 2, 70, 2, 4, 3).requiring_grad()
+    starts = torch.zeros(2, 70, dtype=torch.bool)
+    starts[:, cuts] = True
+    marked = call.run(backend, starts=starts)
+    bounds, pieces, state = sorted({0, 70, *cuts}), [], call.state
+    for start, end in pairwise(bounds):
+        piece = call.tokens(start, end)
+        piece.state = tuple(torch.zeros_like(x) for x in state) if start in cuts else call.state
+        y, *state = piece.run("reference")
+        pieces.append(y)
+    apart = [torch.cat(pieces, 1), *state]
+    inputs = call.inputs()
+    expected = torch.autograd.grad(_projected(apart), inputs, allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(_projected(marked), inputs, allow_unused=True, materialize_grads=True)
+    assert relative_error([*marked, *found], [*apart, *expected]) < 1e-10
+
+
+def test_each_row_has_its_own_starts():
+    call = random_call("delta", "attention", 2, 9, 2, 4, 3)
+    starts = torch.zeros(2, 9, dtype=torch.bool)
+    starts[1, 4] = True
+    y = call.run("chunked", starts=starts)[0]
+    untouched, *_ = call.run("chunked")
+    assert torch.equal(y[0], untouched[0]) and not torch.allclose(y[1, 4:], untouched[1, 4:])
+    assert torch.allclose(y[1, :4], untouched[1, :4])
+
+
+def _projected(outputs):
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(out.shape, generator=generator, dtype=torch.float64) for out in outputs]
+    return sum((out * weight).sum() for out, weight in zip(outputs, weights, strict=True))

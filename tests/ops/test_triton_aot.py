@@ -26,6 +26,7 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.int64: "*i64",
 }
 ROWS = [
     pytest.param(dtype, D, M, config, id=f"{str(dtype)[6:]}-{D}x{M}")

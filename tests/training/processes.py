@@ -12,6 +12,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from fastweights.data.parallel import ParallelCorpus
+from tests.training import small_pairs
 from tests.training.tiny import TinyTask, run
 
 
@@ -30,6 +32,11 @@ class PoisonsOne(TinyTask):
         return super().batch(index, rank, world)
 
 
+def translation(out, **settings):
+    """Pairs that the first process of all has written before there were two."""
+    small_pairs.run(ParallelCorpus.load(out.parent / "text" / "pairs"), out, accumulate=2, steps=6, **settings)
+
+
 RUNS = {
     "ddp": lambda out: run(out, TinyTask(dropout=0.0), strategy="ddp"),
     "auto": lambda out: run(out, TinyTask(dropout=0.0, ragged=True, carried=False), accumulate=2),
@@ -42,6 +49,8 @@ RUNS = {
     "fsdp-stopped": lambda out: run(out, StopsOne(dropout=0.0), strategy="fsdp"),
     "fsdp-half": lambda out: run(out, StopsOne(dropout=0.0, carried=False), strategy="fsdp"),
     "diverged": lambda out: run(out, PoisonsOne()),
+    "translation-ddp": lambda out: translation(out, strategy="ddp"),
+    "translation-fsdp": lambda out: translation(out, strategy="fsdp"),
 }
 AGAIN = {
     "ddp-stopped": lambda out: run(out),
@@ -72,6 +81,7 @@ if __name__ == "__main__":
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     # Forked rather than started by torchrun, to import everything once.
     os.environ |= shared | {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
+    small_pairs.small_pairs(Path(sys.argv[1]) / "text")
     children = []
     for number in range(2):
         children.append(os.fork())

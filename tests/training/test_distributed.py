@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from fastweights.data.parallel import ParallelCorpus
 from fastweights.training.distributed import launch
 from fastweights.training.logger import read_log
 
+from . import small_pairs
 from .tiny import TinyTask, config, losses, quiet, run
 
 SCRIPT = Path(__file__).with_name("processes.py")
@@ -53,6 +55,17 @@ def test_a_signal_to_one_process_stops_both_and_they_go_on_bit_by_bit(pair, stop
     assert losses(out / stopped) == losses(out / whole)
     events = [(r["event"], r["step"]) for r in read_log(out / stopped / "log.jsonl") if r["kind"] == "event"]
     assert events == [("started", 0), ("interrupted", 5), ("resumed", 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_translate_as_one(tmp_path, pair, strategy):
+    corpus = ParallelCorpus.load(pair[0] / "text" / "pairs")
+    small_pairs.run(corpus, tmp_path, accumulate=2, steps=6)
+    found = [("train", "loss"), ("train", "nll"), ("train", "grad_norm"), ("train", "tokens"), ("valid", "loss")]
+    for kind, value in [*found, ("valid", "bleu")]:
+        theirs = dict(losses(pair[0] / f"translation-{strategy}", kind, value))
+        assert theirs and theirs == pytest.approx(dict(losses(tmp_path, kind, value)), rel=2e-5)
 
 
 @pytest.mark.slow

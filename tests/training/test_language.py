@@ -76,16 +76,17 @@ def test_golden_losses(corpus, tmp_path, mixer):
     assert [loss for _, loss in losses(tmp_path)] == pytest.approx(expected, rel=1e-4)
 
 
-def test_batches_are_the_text_in_order(corpus):
-    task, _ = small_task(corpus)
+@pytest.mark.parametrize("context", ["limited", "carried"])
+def test_batches_are_the_text_in_order(corpus, context):
+    task, _ = small_task(corpus, context=context)
     rows = corpus.train.tokens[: len(corpus.train) // 8 * 8].view(8, -1).long()
     epoch = -(-(rows.shape[1] - 1) // 12)
     for index in (0, 3, epoch + 3):
-        inputs, targets, starts = task.batch(index, 0, 1)
+        inputs, targets, starts, _ = task.batch(index, 0, 1)
         begin = index % epoch * 12
         assert torch.equal(inputs, rows[:, begin : begin + 12])
         assert torch.equal(targets, rows[:, begin + 1 : begin + 13])
-        assert starts == (begin == 0)
+        assert starts == (begin == 0 and context == "carried")
     last = task.batch(epoch - 1, 0, 1).inputs
     assert last.shape[1] == (rows.shape[1] - 1) % 12 or last.shape[1] == 12
     parts = [task.batch(5, rank, 4).inputs for rank in range(4)]
@@ -216,3 +217,15 @@ if __name__ == "__main__":
             run(text, Path(place) / name, name, **chosen)
             found[name] = [loss for _, loss in losses(Path(place) / name)]
     GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def test_documents_are_part_of_the_run(corpus, tmp_path):
+    """A run that forgets at documents differs from one that does not, resumes as such, and is read back as such."""
+    run(corpus, tmp_path / "apart", context="carried", documents="paragraphs")
+    assert LanguageRun.open(tmp_path / "apart").documents == "paragraphs"
+    with pytest.raises(RunError):
+        run(corpus, tmp_path / "apart", context="carried")
+    with pytest.raises(ValueError, match="forget"):
+        small_task(corpus, "xl", documents="paragraphs")
+    with pytest.raises(ValueError, match="positions"):
+        small_task(corpus, "delta", documents="paragraphs")

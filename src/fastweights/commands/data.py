@@ -17,18 +17,40 @@ if TYPE_CHECKING:
 
 def data(
     kind: Annotated[
-        str | None, typer.Argument(metavar="KIND", help="wikitext103, wikitext2, enwik8, text, ids or embedded.")
+        str | None,
+        typer.Argument(
+            metavar="KIND",
+            help="Text: wikitext103, wikitext2, enwik8, text, ids, embedded. Pairs: wmt14, parallel, numbers.",
+        ),
     ] = None,
     source: Annotated[
         Path | None, typer.Option(help="The corpus' files: a folder, a file or a zip archive.", show_default=False)
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write to.", show_default="data/KIND")] = None,
-    valid: Annotated[Path | None, typer.Option(help="text, ids: validate on this file.")] = None,
-    test: Annotated[Path | None, typer.Option(help="text, ids: test on this file.")] = None,
+    valid: Annotated[
+        Path | None, typer.Option(help="text, ids: validate on this file; wmt14, parallel: on PATH.en and PATH.de.")
+    ] = None,
+    test: Annotated[Path | None, typer.Option(help="Test on this file or these files, likewise.")] = None,
     min_count: Annotated[
         int | None, typer.Option(help="text, embedded: rarer words become <unk>.", show_default="1, embedded 3")
     ] = None,
     max_words: Annotated[int | None, typer.Option(help="text, embedded: keep the most frequent words only.")] = None,
+    source_language: Annotated[
+        str | None, typer.Option(help="parallel: translate from; what its files' names end in.", show_default="en")
+    ] = None,
+    target_language: Annotated[str | None, typer.Option(help="parallel: translate to.", show_default="de")] = None,
+    vocab: Annotated[
+        int | None,
+        typer.Option(
+            help="wmt14, parallel, numbers: pieces of the vocabulary that both languages share, at most.",
+            show_default="32000, numbers 400",
+        ),
+    ] = None,
+    pairs: Annotated[int | None, typer.Option(help="numbers: pairs to train on.", show_default="20000")] = None,
+    held_out: Annotated[
+        int | None, typer.Option(help="numbers: pairs to validate and test.", show_default="500")
+    ] = None,
+    highest: Annotated[int | None, typer.Option(help="numbers: the highest.", show_default="999")] = None,
     allow_other: Annotated[
         bool, typer.Option("--allow-other", help="Take another corpus in the format of KIND, under its own name.")
     ] = False,
@@ -47,7 +69,15 @@ def data(
         if kind is None:
             raise ValueError(f"name a corpus: {', '.join(KINDS)}; --list says more")
         out = Path("data") / kind if out is None else out
-        options = {"valid": valid, "test": test, "min_count": min_count, "max_words": max_words}
+        options: dict[str, Any] = {
+            "valid": valid,
+            "test": test,
+            "min_count": min_count,
+            "max_words": max_words,
+            "vocab": vocab,
+        }
+        options |= {"source_language": source_language, "target_language": target_language}
+        options |= {"pairs": pairs, "held_out": held_out, "highest": highest}
         start = time.monotonic()
         with _display() as report:
             done = prepare(kind, source, out, allow_other=allow_other, force=force, report=report, **options)
@@ -67,12 +97,20 @@ def data(
 def _summary(manifest: dict[str, Any]) -> None:
     label = (
         ""
-        if manifest["official"] or manifest["kind"] not in ("wikitext103", "wikitext2", "enwik8")
+        if manifest["official"] or manifest["kind"] not in ("wikitext103", "wikitext2", "enwik8", "wmt14")
         else (f", in the format of {manifest['kind']} but not that corpus")
     )
     size = manifest["vocabulary"]["size"]
     typer.echo(f"{manifest['name']}{label}: {size:,} {manifest['vocabulary']['kind']}")
     for split, entry in manifest["splits"].items():
+        if "pairs" in entry:
+            counts = [
+                f"{entry['files'][side]['tokens']:,} {language}"
+                for side, language in zip(("source", "target"), manifest["languages"], strict=True)
+            ]
+            note = f"; {entry['left_out']:,} left out as a side is empty" if entry["left_out"] else ""
+            typer.echo(f"  {split:<6}{entry['pairs']:>12,} pairs, tokens: {', '.join(counts)}{note}")
+            continue
         outside = entry["out_of_vocabulary"]
         note = f", {outside:,} of them outside the vocabulary" if outside else ""
         typer.echo(f"  {split:<6}{entry['tokens']:>12,} tokens{note}")

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fastweights.commands.device import pick_device
-from fastweights.commands.train import say
+from fastweights.commands.evaluate_mt import mt
+from fastweights.commands.results import counting, provenance_of, run_errors, write_result
+from fastweights.commands.training_options import say
 
 if TYPE_CHECKING:
-    from fastweights.training.evaluate import Perplexity, Report
+    from fastweights.training.evaluate import Perplexity
 
 app = typer.Typer(help="Measure a trained model.", no_args_is_help=True)
-
-
-@app.callback()
-def _eval() -> None:
-    """Keeps `lm` a word of the command line while it is the only thing to evaluate."""
+app.command()(mt)
 
 
 @app.command()
@@ -62,6 +57,7 @@ def lm(
     The paper's numbers are those of `--protocol sliding`, and in Table 4 of `--protocol carried`.
     """
     with run_errors():
+        from fastweights.data.documents import mark_documents
         from fastweights.ops.tables import look_up
         from fastweights.training import evaluate
         from fastweights.training.language_run import LanguageRun
@@ -85,12 +81,12 @@ def lm(
             device=device,
         )
         corpus = opened.corpus(data)
-        stream = corpus.split(split)
+        stream = mark_documents(corpus.split(split), corpus.vocabulary, opened.documents)
         stream = stream if device == "cpu" else stream.to(device)
         model, source = opened.load(checkpoint, device)
     start = time.monotonic()
     try:
-        with run_errors(), _display() as report:
+        with run_errors(), counting("tokens") as report:
             found = evaluate.measure(model, stream, how, report)
     except KeyboardInterrupt:
         say("Stopped: part of a text has no perplexity to keep, so nothing was written.")
@@ -98,6 +94,7 @@ def lm(
     wall = time.monotonic() - start
     about = {"run": str(run), "checkpoint": source.folder.name, "step": source.step, "split": split}
     about |= {"corpus": corpus.manifest["name"], "fingerprint": corpus.fingerprint, "protocol": how.describe()}
+    about["documents"] = opened.documents
     if how.carry:
         if how.mem_len is not None:
             model.set_memory(how.mem_len, how.clamp_len)
@@ -105,7 +102,7 @@ def lm(
     kind = source.folder.name.split("-")[0]
     path = run / "eval" / f"{split}-{how.slug}-{'best' if kind == 'best' else 'last'}.json"
     _print(found, wall, corpus.vocabulary.kind)
-    _write(path, {**about, **_numbers(found, wall), **_provenance(device)})
+    write_result(path, {**about, **_numbers(found, wall), **provenance_of(device)})
 
 
 def _numbers(found: Perplexity, wall: float) -> dict[str, Any]:
@@ -119,62 +116,3 @@ def _print(found: Perplexity, wall: float, kind: str) -> None:
     what = "byte" if kind == "bytes" else "word"
     typer.echo(f"perplexity {found.ppl:.3f}, {found.bits:.4f} bits per {what}")
     typer.echo(f"{found.tokens:,} tokens scored in {wall:.1f} s, {found.tokens / wall:,.0f} tokens/s")
-
-
-def _provenance(device: str) -> dict[str, Any]:
-    from fastweights import provenance
-
-    about = {"commit": provenance.commit(), "hardware": provenance.hardware(device), "device": device}
-    return {**about, "versions": provenance.versions()}
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    from fastweights.files import write_atomically
-
-    try:
-        write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
-    except OSError as error:
-        say(f"Error: {path} cannot be written: {error.strerror}")
-        raise typer.Exit(1) from None
-    typer.echo(f"Written to {path}")
-
-
-@contextmanager
-def run_errors() -> Iterator[None]:
-    """Wrong input, or a run that cannot be used, ends the command with a sentence and exit code 2."""
-    from fastweights.training.checkpoint import CheckpointError
-    from fastweights.training.folder import RunError
-
-    try:
-        yield
-    except (ValueError, TypeError, RunError, CheckpointError) as error:
-        say(f"Error: {error}")
-        raise typer.Exit(2) from None
-
-
-@contextmanager
-def _display() -> Iterator[Report]:
-    """A bar with the time left on a terminal, a line for each tenth elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        said = 0
-
-        def line(done: int, total: int) -> None:
-            nonlocal said
-            if 10 * done // total > said:
-                said = 10 * done // total
-                say(f"{done:,} of {total:,} tokens")
-
-        yield line
-        return
-    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task("scoring", total=None)
-
-        def bar(done: int, total: int) -> None:
-            bars.update(task, completed=done, total=total)
-
-        yield bar

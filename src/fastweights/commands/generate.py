@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fastweights.commands.device import pick_device
-from fastweights.commands.evaluate import run_errors
-from fastweights.commands.train import say
+from fastweights.commands.results import run_errors
+from fastweights.commands.training_options import say
 
 if TYPE_CHECKING:
     from fastweights.data.vocabulary import Vocabulary

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -15,23 +15,24 @@ from fastweights.experiments.base import Cell, Experiment, Record
 from fastweights.report.tables import format_loss, format_seconds
 
 _SHOWN = 6
+# Without a terminal, seconds until the next line that says what a long cell is doing.
+_SILENCE = 60.0
 
 
 class Display:
-    """Watches the sweeps of a command, whose cells have these sizes together.
+    """Watches the sweeps of a command, whose experiments have so many cells together.
 
-    Large cells take longer and come first, so the time left is reckoned by size and not by number.
+    Large cells take longer and come first, so the time left of an experiment is reckoned by size and not by number.
     """
 
-    def __init__(self, console: Console, sizes: Sequence[int]) -> None:
+    def __init__(self, console: Console, total: int) -> None:
         self.console = console
         self.live = console.is_terminal
         self.finished = 0
-        self.total = len(sizes)
-        self._work_left = sum(sizes)
-        self._experiment = ""
-        self._work_done = 0
-        self._start = time.monotonic()
+        self.total = total
+        self._work_left = self._work_done = 0
+        self._experiment, self._size_name = "", ""
+        self._start = self._said = time.monotonic()
         self._running: OrderedDict[str, str] = OrderedDict()
         self._bars = Progress(
             TextColumn("{task.description}"),
@@ -57,33 +58,34 @@ class Display:
             self._bars.stop()
 
     def begin(self, experiment: Experiment, known: Sequence[Cell], missing: Sequence[Cell]) -> None:
-        self._experiment = experiment.name
+        self._experiment, self._size_name = experiment.name, experiment.size_name
         self._running.clear()
         self.finished += len(known)
-        self._work_left -= sum(cell.config["size"] for cell in known)
+        self._work_left, self._work_done = sum(cell.config["size"] for cell in missing), 0
+        self._start = time.monotonic()
         cells = len(known) + len(missing)
         kept = f", {len(known)} of them known" if known else ""
         self._say(f"{experiment.name}: {experiment.title}, {cells} cell{'s' if cells != 1 else ''}{kept}")
         self._show()
 
     def step(self, cell: Cell, step: int, loss: float) -> None:
+        name = f"{cell.config['model']} {self._size_name}={cell.config['size']}"
         if self.live:
-            self._running[cell.slug] = f"{cell.config['model']} S={cell.config['size']} {format_loss(loss)}"
+            self._running[cell.slug] = f"{name} {format_loss(loss)}"
             self._running.move_to_end(cell.slug)
             self._show()
+        elif time.monotonic() - self._said >= _SILENCE:
+            planned = f" of {cell.config['steps']}" if "steps" in cell.config else ""
+            self._say(f"{self._experiment} {name}: step {step}{planned}, loss {format_loss(loss)}")
 
     def done(self, record: Record) -> None:
         self.finished += 1
         self._work_left -= record.config["size"]
         self._work_done += record.config["size"]
         self._running.pop(record.slug, None)
-        metrics = record.metrics
         model, size, seed = (record.config[name] for name in ("model", "size", "seed"))
-        outcome = (
-            f"loss {format_loss(metrics['last_loss'])} after {metrics['steps']} steps, " if "steps" in metrics else ""
-        )
-        place = f"[{self.finished}/{self.total}] {self._experiment} {model} S={size} seed {seed}"
-        self._say(f"{place}: {outcome}{format_seconds(record.wall_s)}{self._left(', {} left')}")
+        place = f"[{self.finished}/{self.total}] {self._experiment} {model} {self._size_name}={size} seed {seed}"
+        self._say(f"{place}: {_outcome(record.metrics)}{format_seconds(record.wall_s)}{self._left(', {} left')}")
         self._show()
 
     def _left(self, text: str) -> str:
@@ -94,6 +96,7 @@ class Display:
         return text.format("about " + format_seconds(pace * self._work_left))
 
     def _say(self, line: str) -> None:
+        self._said = time.monotonic()
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _show(self) -> None:
@@ -101,3 +104,18 @@ class Display:
             newest = list(self._running.values())[-_SHOWN:]
             note = "  ".join([self._left("{} left"), *newest]).strip()
             self._bars.update(self._task, completed=self.finished, description=self._experiment, note=note)
+
+
+def _outcome(metrics: Mapping[str, Any]) -> str:
+    """What came out, in the words of its task, and in front of something else."""
+    if "diverged_at" in metrics:
+        return f"diverged at step {metrics['diverged_at']}, "
+    if "words_per_s" in metrics:
+        return f"{metrics['words_per_s']:,.0f} words/s, "
+    if "steps" not in metrics:
+        return ""
+    test, found = metrics.get("test") or {}, f"loss {format_loss(metrics['last_loss'])}"
+    for name, label in (("ppl", "test perplexity"), ("bleu", "test BLEU")):
+        if test.get(name) is not None:
+            found = f"{label} {test[name]:.1f}"
+    return f"{found} after {metrics['steps']} steps, "

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fastweights.commands.device import pick_device
 
 if TYPE_CHECKING:
-    from fastweights.experiments.base import Experiment, Selection
+    from fastweights.experiments.base import Cell, Experiment, Request, Selection
     from fastweights.experiments.store import Store
     from fastweights.report.build import Chapter
 
@@ -30,10 +31,24 @@ def reproduce(
         typer.Option(help="smoke (seconds), small (minutes), paper, or code (its released code's protocol)."),
     ] = "small",
     models: Annotated[str | None, typer.Option(help="Only these models, separated by commas.")] = None,
-    sizes: Annotated[str | None, typer.Option(help="These numbers of keys in place of the scale's: 20,40.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="These sizes in place of the scale's: 20,40 keys, or D.")] = None,
     seeds: Annotated[str | None, typer.Option(help="These seeds in place of the scale's: 1,2,3.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    jobs: Annotated[int | None, typer.Option(help="Cells at once; the number of cores, or 8 on a GPU.")] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(help="Cells at once.", show_default="the number of cores; on a GPU 8, of language models 1"),
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="A prepared corpus for scales paper and code; each table takes its own."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of model or training in every cell."),
+    ] = None,
+    keep_runs: Annotated[
+        bool, typer.Option("--keep-runs", help="Leave trained models in OUT/NAME/runs; they can be used as any run.")
+    ] = False,
     out: Out = Path("results"),
     force: Annotated[bool, typer.Option("--force", help="Train again what is already known.")] = False,
 ) -> None:
@@ -41,6 +56,7 @@ def reproduce(
 
     Every cell is kept as soon as it is trained: the same command goes on where an interrupted one stopped.
     """
+    from fastweights.experiments.base import Request
     from fastweights.experiments.sweep import sweep
 
     with _input_errors():
@@ -51,22 +67,21 @@ def reproduce(
         experiments = _experiments(names or [])
         selection = _selection(experiments, scale, models, sizes, seeds)
         device = pick_device(device)
-        jobs = _jobs(jobs, device)
-        plans = [(experiment, experiment.grid(scale, selection)) for experiment in experiments]
+        if jobs is not None and jobs < 1:
+            raise ValueError(f"--jobs must be at least 1, got {jobs}")
         _require_plotting()
         _check(store)
+        request = Request(tuple(data or ()), _settings(settings or []), device)
+        plans = _plans(experiments, scale, selection, request)
         store.check_writable()
-    for experiment, grid in plans:
-        if not grid:
-            _say(f"{experiment.name}: nothing to run for this selection, skipped")
     from fastweights.commands.progress import Display
 
     trained: set[str] = set()
-    with Display(_console(), [size for _, grid in plans for _, size, _ in grid]) as display:
+    means: dict[str, Any] = {"device": device, "jobs": jobs, "keep": keep_runs, "force": force, "trained": trained}
+    with _input_errors(), Display(_console(), sum(len(cells) for _, cells, _ in plans)) as display:
         try:
-            for experiment in (experiment for experiment, grid in plans if grid):
-                cells = experiment.cells(scale, selection)
-                sweep(experiment, cells, store, display, device=device, jobs=jobs, force=force, trained=trained)
+            for experiment, cells, folder in plans:
+                sweep(experiment, cells, store, display, data=folder, **means)
         except KeyboardInterrupt:
             _say(
                 f"Stopped: {display.finished} of {display.total} cells are done and kept in {out}. The same command"
@@ -162,12 +177,43 @@ def _numbers(text: str | None, option: str, least: int) -> tuple[int, ...] | Non
     return tuple(dict.fromkeys(int(item) for item in items))
 
 
-def _jobs(jobs: int | None, device: str) -> int:
-    if jobs is None:
-        return 8 if device.startswith("cuda") else os.cpu_count() or 1
-    if jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, got {jobs}")
-    return jobs
+def _plans(
+    experiments: Sequence[Experiment], scale: str, selection: Selection, request: Request
+) -> list[tuple[Experiment, list[Cell], Path | None]]:
+    """The cells of each experiment that has any, and where its data lie; nothing is trained before all are known."""
+    from fastweights.experiments.base import BadInput
+
+    chosen = [experiment for experiment in experiments if experiment.grid(scale, selection)]
+    for experiment in experiments:
+        if experiment not in chosen:
+            _say(f"{experiment.name}: nothing to run for this selection, skipped")
+    takers = [experiment for experiment in chosen if experiment.take]
+    for option, present in (("--data", request.data), ("--set", request.settings)):
+        if present and not takers:
+            raise ValueError(f"{option} is for language models, not for {', '.join(e.name for e in chosen)}")
+    plans = []
+    for experiment in chosen:
+        try:
+            given = experiment.accept(scale, request)
+            plans.append((experiment, experiment.cells(scale, selection, given.config), given.data))
+        except (BadInput, ValueError) as error:
+            raise ValueError(f"{experiment.name}: {error}") from None
+    return plans
+
+
+def _settings(entries: Sequence[str]) -> dict[str, Any]:
+    chosen: dict[str, Any] = {}
+    for entry in entries:
+        name, equals, text = entry.partition("=")
+        if not equals:
+            raise ValueError(f"--set takes FIELD=VALUE, got {entry!r}")
+        if name in chosen:
+            raise ValueError(f"{name} is given twice: {chosen[name]!r} and {text!r}")
+        try:
+            chosen[name] = json.loads(text)
+        except ValueError:
+            chosen[name] = text
+    return chosen
 
 
 def _require_plotting() -> None:
@@ -214,8 +260,25 @@ def _finish(store: Store, names: set[str], metric: str = "best_loss") -> None:
     from fastweights.report.build import build
 
     page, chapters = build(store, metric)
-    _print_claims([chapter for chapter in chapters if chapter.experiment.name in names])
+    chosen = [chapter for chapter in chapters if chapter.experiment.name in names]
+    _print_tables(chosen)
+    _print_claims(chosen)
     typer.echo(f"Page: {page}")
+
+
+def _print_tables(chapters: Sequence[Chapter]) -> None:
+    from rich.table import Table
+
+    for chapter in chapters:
+        if chapter.scale is None or chapter.experiment.table is None:
+            continue
+        found = chapter.experiment.table(chapter.results)
+        table = Table(title=f"{chapter.experiment.name} ({chapter.scale}): {chapter.experiment.title}", pad_edge=False)
+        for number, name in enumerate(found.header):
+            table.add_column(name, justify="right" if number else "left")
+        for row in found.rows:
+            table.add_row(*row)
+        _console(sys.stdout).print(table)
 
 
 def _print_claims(chapters: Sequence[Chapter]) -> None:

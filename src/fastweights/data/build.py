@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from fastweights.data.manifest import SPLITS, TYPE_CODES, DataError, Report
+from fastweights.data.manifest import SPLITS, TYPE_CODES, DataError, Report, checksum
 from fastweights.data.sources import Source
 from fastweights.data.vocabulary import EOS, UNKNOWN, ByteVocabulary, Vocabulary, WordVocabulary, split_words
 
@@ -38,8 +39,20 @@ class Built:
     def dtype(self) -> str:
         return dtype_for(self.vocabulary)
 
+    @property
+    def lack(self) -> str | None:
+        """What is too little to learn from."""
+        few = ((split, counts.tokens) for split, counts in self.splits.items() if counts.tokens < 2)
+        return next((f"{split} has {n} tokens, too few to predict one from another" for split, n in few), None)
 
-def dtype_for(vocabulary: Vocabulary) -> str:
+    def describe(self, folder: Path) -> dict[str, Any]:
+        """What the manifest says of the splits and their files."""
+        names = {split: f"{split}.bin" for split in SPLITS}
+        entries = {s: {"file": name, **asdict(self.splits[s]), **checksum(folder / name)} for s, name in names.items()}
+        return {"splits": entries}
+
+
+def dtype_for(vocabulary: Sized) -> str:
     """The smallest type that holds every number."""
     return "uint16" if len(vocabulary) <= 1 << 16 else "uint32"
 

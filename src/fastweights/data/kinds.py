@@ -8,10 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastweights.data import embedded
+from fastweights.data import embedded, numbers
 from fastweights.data.build import Built, build_bytes, build_ids, build_words
 from fastweights.data.manifest import SPLITS, DataError, Report, silent
-from fastweights.data.sources import Source, count_lines, find, text
+from fastweights.data.pairs import BuiltPairs, build_found, find_pairs
+from fastweights.data.sources import Hub, Source, count_lines, find, text, write_wikitext, write_wmt
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,12 @@ class Request:
     test: Path | None = None
     min_count: int = 1
     max_words: int | None = None
+    source_language: str = "en"
+    target_language: str = "de"
+    vocab: int = 32_000
+    pairs: int = 0
+    held_out: int = 0
+    highest: int = 0
     report: Report = silent
 
     def progress(self, split: str) -> Callable[[float], None]:
@@ -39,6 +46,36 @@ class Official(NamedTuple):
     test: int
     content: str = ""
 
+    def differences(self, built: Built) -> list[str]:
+        """What was built otherwise."""
+        found = {"words": len(built.vocabulary), **{split: built.splits[split].tokens for split in SPLITS}}
+        wanted = self._asdict()
+        names = {"words": "in the vocabulary", **{split: f"tokens in {split}" for split in SPLITS}}
+        wrong = [f"{n:,} {names[key]}, not {wanted[key]:,}" for key, n in found.items() if n != wanted[key]]
+        if built.content != self.content:
+            wrong.append(f"SHA-256 {built.content}, not {self.content}")
+        return wrong
+
+
+class OfficialPairs(NamedTuple):
+    """Least and most pairs of the published corpus: copies of its training set differ in what was cleaned away."""
+
+    name: str
+    train: tuple[int, int]
+    valid: tuple[int, int]
+    test: tuple[int, int]
+
+    def differences(self, built: BuiltPairs) -> list[str]:
+        """What was built otherwise."""
+        found = {split: built.splits[split].pairs if split in built.splits else 0 for split in SPLITS}
+        bounds = {"train": self.train, "valid": self.valid, "test": self.test}
+        return [
+            f"{n:,} pairs in {split}, not {low:,}" + (f" to {high:,}" if high > low else "")
+            for split, n in found.items()
+            for low, high in [bounds[split]]
+            if not low <= n <= high
+        ]
+
 
 Found = dict[str, list[Source]]
 
@@ -50,9 +87,9 @@ class Kind:
     what: str
     obtain: str
     find: Callable[[Request, str], Found]
-    build: Callable[[Found, Path, Request], Built]
-    official: Official | None = None
-    hub: str | None = None
+    build: Callable[[Found, Path, Request], Any]
+    official: Official | OfficialPairs | None = None
+    hub: Hub | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     needs_source: bool = True
 
@@ -159,6 +196,7 @@ def _build_embedded(found: Found, folder: Path, request: Request) -> Built:
 
 _LIMITS = {"min_count": 1, "max_words": None}
 _FILES = {"valid": None, "test": None}
+_LANGUAGES = {"source_language": "en", "target_language": "de"}
 _TOKENS = "its wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens"
 KINDS: dict[str, Kind] = {
     "wikitext103": Kind(
@@ -168,7 +206,7 @@ KINDS: dict[str, Kind] = {
         _find_wikitext,
         _build_words,
         official=Official("WikiText-103", 267_735, 103_227_021, 217_646, 245_569),
-        hub="wikitext-103-v1",
+        hub=Hub("Salesforce/wikitext", "wikitext-103-v1", write_wikitext),
     ),
     "wikitext2": Kind(
         "WikiText-2, words",
@@ -177,7 +215,7 @@ KINDS: dict[str, Kind] = {
         _find_wikitext,
         _build_words,
         official=Official("WikiText-2", 33_278, 2_088_628, 217_646, 245_569),
-        hub="wikitext-2-v1",
+        hub=Hub("Salesforce/wikitext", "wikitext-2-v1", write_wikitext),
     ),
     "enwik8": Kind(
         "the first 100 million bytes of Wikipedia, bytes",
@@ -214,6 +252,31 @@ KINDS: dict[str, Kind] = {
         lambda request, obtain: {},
         _build_embedded,
         options=_LIMITS | {"min_count": 3},
+        needs_source=False,
+    ),
+    "wmt14": Kind(
+        "WMT14 English-German, sentence pairs",
+        "give a folder with the files of europarl-v7, commoncrawl and news-commentary-v9 for de-en, newstest2013 and "
+        "newstest2014 (statmt.org/wmt14/translation-task.html), or the Hugging Face dataset wmt/wmt14, de-en",
+        find_pairs,
+        build_found,
+        official=OfficialPairs("WMT14 en-de", (3_900_000, 4_600_000), (3_000, 3_000), (2_737, 3_003)),
+        hub=Hub("wmt/wmt14", "de-en", write_wmt),
+        options=_FILES | {"vocab": 32_000},
+    ),
+    "parallel": Kind(
+        "aligned files of two languages, sentence pairs",
+        "give a folder with files like train.en and train.de, valid.en and valid.de (.gz, .xz and .sgm too)",
+        find_pairs,
+        build_found,
+        options=_FILES | _LANGUAGES | {"vocab": 32_000},
+    ),
+    "numbers": Kind(
+        "English number words to German ones, sentence pairs; needs no files",
+        "leave --source out",
+        lambda request, obtain: {},
+        numbers.build,
+        options={"pairs": 20_000, "held_out": 500, "highest": 999, "vocab": 400},
         needs_source=False,
     ),
 }

@@ -4,6 +4,7 @@
     OUT/vocabulary.txt or .json             see `vocabulary`
     OUT/manifest.json                       format, source, counts and checksums
 
+Sentence pairs lie in other files, listed in `pairs`, beside the same manifest with `"layout": "pairs"`.
 A folder without a manifest is not a corpus, whatever else is in it. Nothing here needs PyTorch.
 """
 
@@ -53,8 +54,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         found, byteorder = manifest["format"], manifest["byteorder"]
-        for split in SPLITS:
-            _ = manifest["splits"][split]["tokens"], ITEM_BYTES[manifest["dtype"]]
+        _ = ITEM_BYTES[manifest["dtype"]]
+        for split in SPLITS if layout(manifest) == "stream" else SPLITS[:2]:
+            _ = manifest["splits"][split]["tokens" if layout(manifest) == "stream" else "pairs"]
         for entry in files(manifest):
             _ = entry["file"], entry["bytes"], entry["sha256"]
     except (ValueError, KeyError, TypeError) as error:
@@ -66,16 +68,41 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest
 
 
+def layout(manifest: dict[str, Any]) -> str:
+    """How the corpus lies: as one "stream" of tokens for each split, or in "pairs"."""
+    return str(manifest.get("layout", "stream"))
+
+
 def files(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """The entries of the files that belong to the corpus."""
-    return [manifest["vocabulary"], *(manifest["splits"][split] for split in SPLITS)]
+    splits = [manifest["splits"][split] for split in SPLITS if split in manifest["splits"]]
+    return [manifest["vocabulary"], *(entry for split in splits for entry in split.get("files", {"": split}).values())]
+
+
+def fingerprint(manifest: dict[str, Any]) -> str:
+    """The same for the same tokens and vocabulary, wherever they lie: what a checkpoint can ask for again."""
+    return hashlib.sha256("".join(entry["sha256"] for entry in files(manifest)).encode()).hexdigest()[:16]
+
+
+def finished(folder: Path, wanted: str, verify: bool) -> dict[str, Any]:
+    """The manifest of a whole corpus in the layout that is wanted: sizes, and with `verify` checksums, are right."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        state = "was not finished or is something else" if folder.is_dir() else "does not exist"
+        raise DataError(f"there is no corpus in {folder}, which {state}; `fastweights data KIND --out` writes one")
+    if layout(manifest) != wanted:
+        uses = {"stream": "text for language models", "pairs": "sentence pairs for translation"}
+        raise DataError(f"the corpus {manifest['kind']!r} in {folder} is {uses[layout(manifest)]}, not {uses[wanted]}")
+    wrong = damage(folder, manifest, verify)
+    if wrong is not None:
+        raise DataError(f"the corpus in {folder} is damaged: {wrong}; prepare it again")
+    return manifest
 
 
 def damage(folder: Path, manifest: dict[str, Any], verify: bool = False) -> str | None:
     """What is wrong with the files beside the manifest: their sizes, and with `verify` their checksums."""
-    for split in SPLITS:
-        entry = manifest["splits"][split]
-        if entry["bytes"] != entry["tokens"] * ITEM_BYTES[manifest["dtype"]]:
+    for entry in files(manifest):
+        if "tokens" in entry and entry["bytes"] != entry["tokens"] * ITEM_BYTES[manifest["dtype"]]:
             return f"the manifest gives {entry['file']} {entry['bytes']:,} bytes for {entry['tokens']:,} tokens"
     for entry in files(manifest):
         path = folder / entry["file"]

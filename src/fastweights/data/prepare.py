@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import platform
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import fastweights
-from fastweights.data.build import Built
-from fastweights.data.kinds import KINDS, Found, Kind, Official, Request
+from fastweights.data import bpe
+from fastweights.data.kinds import KINDS, Found, Kind, Request
 from fastweights.data.manifest import (
     FORMAT,
-    SPLITS,
     DataError,
     Report,
     checksum,
@@ -24,8 +23,10 @@ from fastweights.data.manifest import (
     read_manifest,
     silent,
 )
-from fastweights.data.sources import fetch_wikitext
+from fastweights.data.sources import fetch
 from fastweights.ops.tables import look_up
+
+_LEAST = {"min_count": 1, "max_words": 2, "vocab": bpe.LEAST, "pairs": 1, "held_out": 1, "highest": 999}
 
 
 class Prepared(NamedTuple):
@@ -54,7 +55,7 @@ def prepare(
             has their name and `"official": false`.
         force: prepare again what is finished. Until the new files are whole, the old ones stay.
         report: told of each stage with the fraction that is done.
-        options: `valid`, `test`, `min_count`, `max_words` where the kind takes them.
+        options: `valid`, `test`, `min_count`, `max_words`, `vocab` and others where the kind takes them.
     """
     row, out = look_up(KINDS, kind, "corpus"), Path(out)
     given = {name: value for name, value in options.items() if value is not None}
@@ -65,7 +66,7 @@ def prepare(
         raise DataError(f"corpus {kind!r} needs a --source: {row.obtain}")
     if source is not None and not row.needs_source:
         raise DataError(f"corpus {kind!r} has no source, got {source}; {row.obtain}")
-    for name, least in (("min_count", 1), ("max_words", 2)):
+    for name, least in _LEAST.items():
         if given.get(name, least) < least:
             raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {given[name]}")
     request = replace(Request(None if source is None else Path(source), report=report), **{**row.options, **given})
@@ -106,13 +107,16 @@ def _prepare(kind: str, row: Kind, request: Request, out: Path, allow_other: boo
     with partial_folder(out) as folder:
         name = kind if request.source is None else request.source.resolve().name
         if request.source is None and row.hub is not None:
-            name = f"Salesforce/wikitext {row.hub}"
-            fetch_wikitext(row.hub, folder, row.obtain, request.report)
-            request = replace(request, source=folder)
+            name = row.hub.name
+            # In a folder of their own: what is written from them may have the same names.
+            fetched = folder / "fetched"
+            fetched.mkdir()
+            fetch(row.hub, fetched, row.obtain, request.report)
+            request = replace(request, source=fetched)
         found = row.find(request, row.obtain)
         built = row.build(found, folder, request)
-        _check(row, built, allow_other)
-        official = row.official is not None and not _differences(row.official, built)
+        wrong = _differences(row, built, allow_other)
+        official = row.official is not None and not wrong
         request.report("checksums", 0.0)
         (folder / built.vocabulary.file).write_bytes(built.vocabulary.dump())
         sources = [{"name": path.name, **checksum(path)} for path in _paths(found)]
@@ -123,34 +127,22 @@ def _prepare(kind: str, row: Kind, request: Request, out: Path, allow_other: boo
         file = built.vocabulary.file
         size = {"kind": built.vocabulary.kind, "size": len(built.vocabulary)}
         manifest["vocabulary"] = {"file": file, **size, **checksum(folder / file)}
-        manifest["splits"] = {
-            split: {"file": f"{split}.bin", **asdict(built.splits[split]), **checksum(folder / f"{split}.bin")}
-            for split in SPLITS
-        }
+        manifest |= built.describe(folder)
         manifest["versions"] = {"fastweights": fastweights.__version__, "python": platform.python_version()}
         publish(folder, out, manifest, request.report)
         return manifest
 
 
-def _check(row: Kind, built: Built, allow_other: bool) -> None:
-    for split, counts in built.splits.items():
-        if counts.tokens < 2:
-            raise DataError(f"{split} has {counts.tokens} tokens, too few to predict one from another; {row.obtain}")
-    wrong = _differences(row.official, built) if row.official else []
+def _differences(row: Kind, built: Any, allow_other: bool) -> list[str]:
+    """In what this is not the published corpus; an error unless that is allowed."""
+    if built.lack is not None:
+        raise DataError(f"{built.lack}; {row.obtain}")
+    wrong: list[str] = row.official.differences(built) if row.official else []
     if row.official and wrong and not allow_other:
         raise DataError(
             f"this is not {row.official.name}, or not all of it: {'; '.join(wrong)}. {row.obtain[0].upper()}"
             f"{row.obtain[1:]}; --allow-other prepares another corpus in this format, under its own name"
         )
-
-
-def _differences(official: Official, built: Built) -> list[str]:
-    found = {"words": len(built.vocabulary), **{split: built.splits[split].tokens for split in SPLITS}}
-    wanted = official._asdict()
-    names = {"words": "in the vocabulary", **{split: f"tokens in {split}" for split in SPLITS}}
-    wrong = [f"{n:,} {names[key]}, not {wanted[key]:,}" for key, n in found.items() if n != wanted[key]]
-    if built.content != official.content:
-        wrong.append(f"SHA-256 {built.content}, not {official.content}")
     return wrong
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Any, NamedTuple
 
 from fastweights.data.manifest import DataError, Report
 
@@ -153,20 +154,48 @@ def count_lines(source: Source) -> int:
     return lines + (last != b"\n")
 
 
-def fetch_wikitext(name: str, folder: Path, obtain: str, report: Report) -> None:
-    """Write the official files from the Hugging Face hub into `folder`."""
+class Hub(NamedTuple):
+    """A dataset of the Hugging Face hub, and how to write one of its splits to `folder` as the files of the corpus."""
+
+    dataset: str
+    configuration: str
+    write: Callable[[Iterable[Any], str, Path], None]
+
+    @property
+    def name(self) -> str:
+        return f"{self.dataset} {self.configuration}"
+
+
+def fetch(hub: Hub, folder: Path, obtain: str, report: Report) -> None:
+    """Write the files of a dataset of the Hugging Face hub into `folder`."""
     try:
         from datasets import load_dataset  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         raise DataError(f"without --source it is fetched with `pip install 'fastweights[data]'`; or {obtain}") from None
-    report(f"fetching {name} from the Hugging Face hub", 0.0)
+    report(f"fetching {hub.name} from the Hugging Face hub", 0.0)
     try:
-        dataset = load_dataset("Salesforce/wikitext", name)
+        dataset = load_dataset(hub.dataset, hub.configuration)
     except Exception as error:
         # The library reports being off line in many ways, and none of them is a fault of this program.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise DataError(f"{name} could not be fetched from the Hugging Face hub ({reason}); {obtain}") from None
-    for split, hub in (("train", "train"), ("valid", "validation"), ("test", "test")):
-        with (folder / f"wiki.{split}.tokens").open("w", encoding="utf-8", newline="\n") as file:
-            for row in dataset[hub]:
-                file.write(row["text"].rstrip("\n") + "\n")
+        raise DataError(f"{hub.name} could not be fetched from the Hugging Face hub ({reason}); {obtain}") from None
+    for split, theirs in (("train", "train"), ("valid", "validation"), ("test", "test")):
+        hub.write(dataset[theirs], split, folder)
+
+
+def write_wikitext(rows: Iterable[Any], split: str, folder: Path) -> None:
+    """The official file of a split from the rows of Salesforce/wikitext."""
+    with (folder / f"wiki.{split}.tokens").open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(row["text"].rstrip("\n") + "\n" for row in rows)
+
+
+def write_wmt(rows: Iterable[Any], split: str, folder: Path) -> None:
+    """Aligned files of a split from the rows of wmt/wmt14, each a sentence in two languages."""
+    files: dict[str, IO[str]] = {}
+    with ExitStack() as stack:
+        for row in rows:
+            for language, sentence in row["translation"].items():
+                if language not in files:
+                    path = folder / f"{split}.{language}"
+                    files[language] = stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
+                files[language].write(sentence.replace("\n", " ") + "\n")

@@ -6,7 +6,6 @@ disk or on a GPU, and any batch can be had without those before it.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from fastweights.data.manifest import SPLITS, DataError, damage, read_manifest
+from fastweights.data.manifest import SPLITS, DataError, fingerprint, finished
 from fastweights.data.vocabulary import VOCABULARIES, Vocabulary
 from fastweights.ops.tables import look_up
 
@@ -24,11 +23,15 @@ _DTYPES = {"uint16": torch.uint16, "uint32": torch.int32}
 
 
 class Segment(NamedTuple):
-    """Inputs and targets (B, L), int64, the targets being the next tokens; and whether an epoch begins here."""
+    """Inputs and targets (B, L), int64, the targets being the next tokens; and whether an epoch begins here.
+
+    `starts` (B, L) says which inputs begin a document, None in a stream that does not tell.
+    """
 
     inputs: Tensor
     targets: Tensor
     starts_epoch: bool
+    starts: Tensor | None = None
 
 
 class Segments:
@@ -43,7 +46,9 @@ class Segments:
     `rank` of `world` has its share of the rows, in order: the ranks' batches one below the other are the whole batch.
     """
 
-    def __init__(self, tokens: Tensor, batch: int, length: int, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, tokens: Tensor, batch: int, length: int, rank: int = 0, world: int = 1, starts: Tensor | None = None
+    ) -> None:
         for name, value in (("batch", batch), ("length", length), ("world", world)):
             _at_least_one(name, value)
         if not 0 <= rank < world:
@@ -56,8 +61,11 @@ class Segments:
                 f"take a batch of at most {len(tokens) // 2}"
             )
         size, share = len(tokens) // batch, batch // world
-        self.rows = tokens[: size * batch].view(batch, size)[rank * share : (rank + 1) * share]
-        self.length = length
+
+        def rows(stream: Tensor) -> Tensor:
+            return stream[: size * batch].view(batch, size)[rank * share : (rank + 1) * share]
+
+        self.rows, self.starts, self.length = rows(tokens), None if starts is None else rows(starts), length
 
     def __len__(self) -> int:
         """Steps an epoch."""
@@ -69,7 +77,8 @@ class Segments:
             raise IndexError(f"step must be at least 0, got {step}")
         start = step % len(self) * self.length
         stop = min(start + self.length, self.rows.shape[1] - 1)
-        return Segment(self.rows[:, start:stop].long(), self.rows[:, start + 1 : stop + 1].long(), start == 0)
+        starts = None if self.starts is None else self.starts[:, start:stop]
+        return Segment(self.rows[:, start:stop].long(), self.rows[:, start + 1 : stop + 1].long(), start == 0, starts)
 
     def __iter__(self) -> Iterator[Segment]:
         """One epoch."""
@@ -82,10 +91,14 @@ class Segments:
 
 
 class Window(NamedTuple):
-    """Inputs (n, L) and the targets (n, k) of their last k positions, int64: only those are scored."""
+    """Inputs (n, L) and the targets (n, k) of their last k positions, int64: only those are scored.
+
+    `starts` (n, L) says which inputs begin a document, None in a stream that does not tell.
+    """
 
     inputs: Tensor
     targets: Tensor
+    starts: Tensor | None = None
 
 
 class Windows:
@@ -100,7 +113,9 @@ class Windows:
             yield tokens[None, i : i + L], tokens[None, i + L : i + L + 1]
     """
 
-    def __init__(self, tokens: Tensor, length: int, stride: int = 1, batch: int = 1) -> None:
+    def __init__(
+        self, tokens: Tensor, length: int, stride: int = 1, batch: int = 1, starts: Tensor | None = None
+    ) -> None:
         for name, value in (("length", length), ("stride", stride), ("batch", batch)):
             _at_least_one(name, value)
         if stride > length:
@@ -115,6 +130,7 @@ class Windows:
         self._later = tokens[:-1].unfold(0, self.length, stride)[1:]
         self._scored = tokens[self.length + 1 :].unfold(0, stride, stride) if len(self._later) else tokens[:0, None]
         self._left = self.predictions - self.length - len(self._later) * stride
+        self._starts = None if starts is None else Windows(starts, length, stride, batch)
 
     def __len__(self) -> int:
         """Batches, of which the first is the first window alone."""
@@ -132,32 +148,37 @@ class Windows:
         else:
             chosen = slice((number - 1) * self.batch, number * self.batch)
             inputs, targets = self._later[chosen], self._scored[chosen]
-        return Window(inputs.long(), targets.long())
+        starts = None if self._starts is None else self._starts.batch_at(number).inputs.bool()
+        return Window(inputs.long(), targets.long(), starts)
 
     def __iter__(self) -> Iterator[Window]:
         return (self.batch_at(number) for number in range(len(self)))
 
 
 class TokenStream:
-    """The tokens of a split, one after the other: a tensor (N,) of token numbers, mapped from its file at first."""
+    """The tokens of a split, one after the other: a tensor (N,) of token numbers, mapped from its file at first.
 
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = tokens
+    `starts` (N,) says which of them begin a document; `data.documents.mark_documents` finds out.
+    """
+
+    def __init__(self, tokens: Tensor, starts: Tensor | None = None) -> None:
+        self.tokens, self.starts = tokens, starts
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def to(self, device: str | torch.device) -> TokenStream:
         """The stream in the memory of a device, as int32."""
-        return TokenStream(self.tokens.to(torch.int32).to(device))
+        starts = None if self.starts is None else self.starts.to(device)
+        return TokenStream(self.tokens.to(torch.int32).to(device), starts)
 
     def segments(self, batch: int, length: int, *, rank: int = 0, world: int = 1) -> Segments:
         """For training, and with batch 1 for evaluation with carried state: see `Segments`."""
-        return Segments(self.tokens, batch, length, rank, world)
+        return Segments(self.tokens, batch, length, rank, world, self.starts)
 
     def windows(self, length: int, stride: int = 1, *, batch: int = 1) -> Windows:
         """For evaluation by sliding window: see `Windows`."""
-        return Windows(self.tokens, length, stride, batch)
+        return Windows(self.tokens, length, stride, batch, self.starts)
 
 
 @dataclass(frozen=True)
@@ -175,13 +196,7 @@ class Corpus:
     def load(cls, folder: str | Path, *, verify: bool = False) -> Self:
         """Map a finished corpus: its sizes must be those of the manifest, and with `verify` every checksum too."""
         folder = Path(folder)
-        manifest = read_manifest(folder)
-        if manifest is None:
-            state = "was not finished or is something else" if folder.is_dir() else "does not exist"
-            raise DataError(f"there is no corpus in {folder}, which {state}; `fastweights data KIND --out` writes one")
-        wrong = damage(folder, manifest, verify)
-        if wrong is not None:
-            raise DataError(f"the corpus in {folder} is damaged: {wrong}; prepare it again")
+        manifest = finished(folder, "stream", verify)
         kind, dtype = manifest["vocabulary"]["kind"], _DTYPES[manifest["dtype"]]
         vocabulary = look_up(VOCABULARIES, kind, "vocabulary").load(
             (folder / manifest["vocabulary"]["file"]).read_bytes()
@@ -198,8 +213,7 @@ class Corpus:
     @property
     def fingerprint(self) -> str:
         """The same for the same tokens and vocabulary, wherever they lie: what a checkpoint can ask for again."""
-        parts = [self.manifest["vocabulary"], *(self.manifest["splits"][split] for split in SPLITS)]
-        return hashlib.sha256("".join(part["sha256"] for part in parts).encode()).hexdigest()[:16]
+        return fingerprint(self.manifest)
 
 
 def _mapped(folder: Path, entry: dict[str, Any], dtype: torch.dtype) -> TokenStream:

@@ -2,7 +2,7 @@
 
 A cell is one trained model, named by its whole configuration. An experiment lists its cells for each scale, knows how
 to run a batch of them, and judges what came out. Nothing here knows the task: retrieval cells, language models and
-translation models are all a flat `config` that leads to a flat `metrics`.
+translation models are all a `config` that leads to `metrics`, both of which JSON can hold.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 SCALES = {
@@ -166,8 +167,52 @@ class Selection:
     seeds: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a header, ours beside the paper's, as the page and the terminal show them."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line gives an experiment beside the selection: folders of data, fields to change, the device."""
+
+    data: tuple[Path, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What an experiment makes of a `Request`: entries of every cell's configuration, and where the data lie."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    data: Path | None = None
+
+
 Progress = Callable[[Cell, int, float], None]
 Outcomes = Generator[tuple[Cell, Outcome], None, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What cells are run with; nothing here changes what comes out.
+
+    Args:
+        jobs: cells at once; None for as many as suit the device.
+        folder: for what an interrupted cell leaves to go on from.
+        data: as in `Given`.
+        keep: leave the folders of finished cells, with their weights.
+    """
+
+    device: str
+    on_progress: Progress
+    folder: Path
+    jobs: int | None = None
+    data: Path | None = None
+    keep: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,10 +223,15 @@ class Experiment:
         where: section and figure of the paper.
         statement: what the paper says the figure shows.
         models: name of each model in `config`, and its label in figures; one unnamed entry where there is no choice.
-        configure: the whole configuration of the cell (scale name, model, size, seed).
+        configure: the whole configuration of the cell (scale name, model, size, seed; what is `given` by name).
         paper: the paper's values for a configuration.
         run: runs cells and yields each with its outcome as it finishes.
         claims: judges the results.
+        table: the results in the form of the paper's table.
+        take: makes what is `given` out of a `Request` at a scale; None for an experiment that takes nothing.
+        given: names of the entries of `config` that `take` decides. A record keeps its own.
+        text: what the paper's models were trained on, where ours can be on something else.
+        size_name: what `size` is, in front of its value.
         fixed_sizes: drawn at the sizes of its scales only, which a `Selection` can narrow but not change.
         selectable: False where there is nothing to select, and every `Selection` leaves it whole.
     """
@@ -192,11 +242,16 @@ class Experiment:
     statement: str
     models: Mapping[str, str]
     scales: Mapping[str, Scale]
-    configure: Callable[[str, str, int, int], Mapping[str, Any]]
-    run: Callable[[Sequence[Cell], str, int, Progress], Outcomes]
+    configure: Callable[..., Mapping[str, Any]]
+    run: Callable[[Sequence[Cell], Setup], Outcomes]
     claims: Callable[[Results], list[Claim]]
     plot: Plot
     paper: Callable[[Mapping[str, Any]], Any] = lambda config: None
+    table: Callable[[Results], Table] | None = None
+    take: Callable[[str, Request], Given] | None = None
+    given: tuple[str, ...] = ()
+    text: str = ""
+    size_name: str = "S"
     fixed_sizes: bool = False
     selectable: bool = True
 
@@ -216,12 +271,18 @@ class Experiment:
         seeds = at.seeds if chosen.seeds is None else chosen.seeds
         return [(model, size, seed) for seed in seeds for size in sizes for model in models]
 
-    def cell(self, scale: str, model: str, size: int, seed: int) -> Cell:
-        config = self.configure(scale, model, size, seed)
+    def accept(self, scale: str, request: Request) -> Given:
+        """What the experiment takes of a request; BadInput or ValueError for what it cannot work with."""
+        return self.take(scale, request) if self.take else Given()
+
+    def cell(self, scale: str, model: str, size: int, seed: int, given: Mapping[str, Any] | None = None) -> Cell:
+        config = self.configure(scale, model, size, seed, **(given or {}))
         return Cell(config, self.paper(config))
 
-    def cells(self, scale: str, selection: Selection | None = None) -> list[Cell]:
-        return [self.cell(scale, *place) for place in self.grid(scale, selection)]
+    def cells(
+        self, scale: str, selection: Selection | None = None, given: Mapping[str, Any] | None = None
+    ) -> list[Cell]:
+        return [self.cell(scale, *place, given) for place in self.grid(scale, selection)]
 
     def own(self, record: Record) -> Cell | None:
         """The cell this record belongs to, or None where it is of another experiment or of an older configuration."""
@@ -230,5 +291,17 @@ class Experiment:
             return None
         if self.fixed_sizes and config["size"] not in self.scales[config["scale"]].sizes:
             return None
-        cell = self.cell(config["scale"], config["model"], config["size"], config["seed"])
+        if not set(self.given) <= config.keys():
+            return None
+        place = (config["scale"], config["model"], config["size"], config["seed"])
+        try:
+            cell = self.cell(*place, given_of(config, self.given))
+        except ValueError:
+            # Settings that this version refuses.
+            return None
         return cell if cell.slug == record.slug else None
+
+
+def given_of(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The entries of those names."""
+    return {name: config[name] for name in names}

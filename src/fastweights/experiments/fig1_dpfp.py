@@ -19,9 +19,9 @@ from fastweights.experiments.base import (
     Outcome,
     Outcomes,
     Plot,
-    Progress,
     Results,
     Scale,
+    Setup,
 )
 
 MODEL = "dpfp-1"
@@ -42,7 +42,7 @@ def configure(scale: str, model: str, size: int, seed: int) -> Mapping[str, Any]
     return {"scale": scale, "model": model, "rule": "none", "size": size, "seed": seed, "d_key": 2, "nu": 1}
 
 
-def run(cells: Sequence[Cell], device: str, jobs: int, on_progress: Progress) -> Outcomes:
+def run(cells: Sequence[Cell], setup: Setup) -> Outcomes:
     for cell in cells:
         start = time.perf_counter()
         metrics = measure(cell.config["size"], cell.config["nu"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fastweights.experiments.base import NOT_RUN, Cell, Claim, Outcome, Outcomes, Progress, Results, Scale, storable
+from fastweights.experiments.base import NOT_RUN, Cell, Claim, Outcome, Outcomes, Results, Scale, Setup, storable
 
 TARGET = 0.001
 """A run stops at this loss [Sec. 6.1.1]: at or below it, the task is solved."""
@@ -63,7 +64,7 @@ def configure(setting: int, scales: Mapping[str, Scale]) -> Callable[[str, str, 
     return config
 
 
-def run(cells: Sequence[Cell], device: str, jobs: int, on_progress: Progress) -> Outcomes:
+def run(cells: Sequence[Cell], setup: Setup) -> Outcomes:
     """Train the cells, each yielded as it finishes."""
     from fastweights.training.retrieval import RetrievalConfig, train
 
@@ -74,11 +75,12 @@ def run(cells: Sequence[Cell], device: str, jobs: int, on_progress: Progress) ->
     }
 
     def progress(config: RetrievalConfig, step: int, loss: float) -> None:
-        on_progress(by_config[config], step, loss)
+        setup.on_progress(by_config[config], step, loss)
 
     # The longest first, so that no worker is left alone with one at the end.
     configs = sorted(by_config, key=lambda config: -config.size)
-    for config, result in train(configs, device=device, jobs=jobs, on_progress=progress):
+    jobs = setup.jobs or (8 if setup.device.startswith("cuda") else os.cpu_count() or 1)
+    for config, result in train(configs, device=setup.device, jobs=jobs, on_progress=progress):
         metrics = {name: getattr(result, name) for name in ("last_loss", "best_loss", "steps", "stopped", "curve")}
         yield by_config[config], Outcome(metrics, result.wall_s)
 

@@ -4,7 +4,8 @@
     OUT/NAME/results.json       every cell of one scale, assembled from them
 
 A cell counts as known when its file, or an entry of a `results.json`, has its configuration, under any experiment: what
-was trained for one figure is not trained again for another. Cells of other scales stay beside those in `results.json`.
+was trained for one figure is not trained again for another. Cells of other scales, and of other data where an
+experiment takes them, stay beside those in `results.json`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastweights.experiments.base import SCALES, BadInput, Experiment, Record
+from fastweights.experiments.base import SCALES, BadInput, Experiment, Record, given_of
 from fastweights.files import write_atomically
 
 FORMAT = 1
@@ -29,6 +30,7 @@ class Assembled(NamedTuple):
 
     scale: str
     records: list[Record]
+    given: dict[str, Any]
 
 
 class Store:
@@ -67,7 +69,8 @@ class Store:
         try:
             if content["experiment"] != name:
                 raise ValueError(f"it holds {content['experiment']!r}, not {name!r}")
-            return Assembled(content["scale"], [_record(entry) for entry in content["cells"]])
+            cells = [_record(entry) for entry in content["cells"]]
+            return Assembled(content["scale"], cells, content.get("given", {}))
         except (ValueError, KeyError, TypeError) as error:
             raise BadInput(f"{path} is not a results file ({_reason(error)}); {remedy}") from None
 
@@ -85,13 +88,23 @@ class Store:
         names = sorted(path.name for path in self.out.glob("*") if path.is_dir())
         return {slug: record for name in names for slug, record in self.known(name).items()}
 
-    def of(self, experiment: Experiment, scale: str) -> list[Record]:
-        """The experiment's cells of that scale, in the order of its grid."""
+    def of(self, experiment: Experiment, scale: str, given: Mapping[str, Any] | None = None) -> list[Record]:
+        """The experiment's cells of that scale and with what was `given`, in the order of its grid.
+
+        Without `given`, those of `results.json` count where it is of this scale, or else those that most cells have.
+        """
         chosen = []
         for record in self.known(experiment.name).values():
             cell = experiment.own(record) if record.config["scale"] == scale else None
             if cell is not None:
                 chosen.append(_with_paper(record, cell.paper))
+        found = [_key(given_of(record.config, experiment.given)) for record in chosen]
+        assembled = self.assembled(experiment.name)
+        if given is None and assembled is not None and assembled.scale == scale and _key(assembled.given) in found:
+            given = assembled.given
+        if found:
+            wanted = Counter(found).most_common(1)[0][0] if given is None else _key(given)
+            chosen = [record for record, has in zip(chosen, found, strict=True) if has == wanted]
         models = list(experiment.models)
         order = lambda r: (models.index(r.config["model"]), r.config["size"], r.config["seed"])  # noqa: E731
         return sorted(chosen, key=order)
@@ -150,10 +163,10 @@ class Store:
         present = {record.config["scale"] for record in self.known(name).values()}
         return next((scale for scale in reversed(SCALES) if scale in present), None)
 
-    def assemble(self, experiment: Experiment, scale: str) -> None:
-        """Write `results.json` from the experiment's cells of that scale, where there are any."""
+    def assemble(self, experiment: Experiment, scale: str, given: Mapping[str, Any] | None = None) -> None:
+        """Write `results.json` from the experiment's cells of that scale and with what was given, if there are any."""
         name, path = experiment.name, self.folder(experiment.name) / "results.json"
-        records, before = self.of(experiment, scale), self.assembled(name)
+        records, before = self.of(experiment, scale, given), self.assembled(name)
         if not records:
             return
         for record in before.records if before else []:
@@ -170,6 +183,8 @@ def assembly(experiment: Experiment, scale: str, records: Sequence[Record]) -> s
     runs = Counter((r.commit, r.hardware, json.dumps(r.versions, sort_keys=True)) for r in records)
     commit, hardware, versions = runs.most_common(1)[0][0] if runs else ("", "", "{}")
     head: dict[str, Any] = {"format": FORMAT, "experiment": experiment.name, "scale": scale}
+    if experiment.given:
+        head["given"] = given_of(records[0].config, experiment.given) if records else {}
     head |= {"commit": commit, "hardware": hardware, "versions": json.loads(versions)}
     lines = [f" {_dump(key)}: {_dump(value)}," for key, value in head.items()]
     cells = ",\n  ".join(_dump(_entry(record)) for record in records)
@@ -196,6 +211,10 @@ def _with_paper(record: Record, paper: Any) -> Record:
 
 def _dump(value: Any) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def _key(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def _reason(error: Exception) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Protocol
 
 from fastweights import provenance
-from fastweights.experiments.base import Cell, Experiment, Record
+from fastweights.experiments.base import Cell, Experiment, Record, Setup, given_of
 from fastweights.experiments.store import Store
 
 
@@ -26,30 +27,36 @@ def sweep(
     watcher: Watcher,
     *,
     device: str = "cpu",
-    jobs: int = 1,
+    jobs: int | None = None,
+    data: Path | None = None,
+    keep: bool = False,
     force: bool = False,
     trained: set[str] | None = None,
 ) -> None:
     """Make every cell known to the store.
 
     Args:
+        data: where the experiment's data lie.
+        keep: leave the folders of finished cells, with their weights.
         force: run the cells again even if they are known.
         trained: slugs run since the command began, added to here: `force` leaves them alone.
     """
     trained = set() if trained is None else trained
-    scale = cells[0].config["scale"]
+    scale, given = cells[0].config["scale"], given_of(cells[0].config, experiment.given)
     store.clear_temporaries(experiment.name)
     own, anywhere = store.known(experiment.name), store.known_anywhere()
-    keep = {slug: record for slug, record in anywhere.items() if not force or slug in trained}
-    known = [cell for cell in cells if cell.slug in keep]
-    missing = [cell for cell in cells if cell.slug not in keep]
+    usable = {slug: record for slug, record in anywhere.items() if not force or slug in trained}
+    known = [cell for cell in cells if cell.slug in usable]
+    missing = [cell for cell in cells if cell.slug not in usable]
     for cell in known:
         if cell.slug not in own:
-            store.save(experiment.name, keep[cell.slug])
+            store.save(experiment.name, usable[cell.slug])
     watcher.begin(experiment, known, missing)
     try:
         if missing:
-            with closing(experiment.run(missing, device, jobs, watcher.step)) as outcomes:
+            folder = store.folder(experiment.name) / "runs"
+            setup = Setup(device=device, on_progress=watcher.step, folder=folder, jobs=jobs, data=data, keep=keep)
+            with closing(experiment.run(missing, setup)) as outcomes:
                 for cell, outcome in outcomes:
                     record = Record(
                         metrics=outcome.metrics,
@@ -65,4 +72,4 @@ def sweep(
                     watcher.done(record)
     finally:
         # Also when interrupted: what is done is then as complete as it can be.
-        store.assemble(experiment, scale)
+        store.assemble(experiment, scale, given)

@@ -102,14 +102,15 @@ class FastWeightAttention(nn.Module):
         state: FastWeightState | None = None,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> tuple[Tensor, FastWeightState]:
         """A whole sequence, or the next segment of one: x (B, T, d_model) -> y (B, T, d_model), state.
 
-        `mask` (B, T) is False for padding, which then leaves no trace; `cu_seqlens` packs sequences, see
-        `fast_weight_memory`.
+        `mask` (B, T) is False for padding, which then leaves no trace; `cu_seqlens` packs sequences, and `starts`
+        (B, T) is True where a new one begins, see `fast_weight_memory`.
         """
         x = check_input(x, self.d_model, mask)
-        return self._attend(x, state, mask, cu_seqlens, self.feature_map)
+        return self._attend(x, state, self.feature_map, mask, cu_seqlens, starts)
 
     def step(
         self, x: Tensor, state: FastWeightState | None = None, in_place: bool = False
@@ -121,16 +122,17 @@ class FastWeightAttention(nn.Module):
         x = check_token(x, self.d_model)
         # Random features stay as they are: a memory can only be read with the features it was written with.
         same_features = lambda q, k: (self.feature_map.map(q), self.feature_map.map(k))  # noqa: E731
-        y, state = self._attend(x, state, None, None, same_features, in_place)
+        y, state = self._attend(x, state, same_features, in_place=in_place)
         return y.squeeze(1), state
 
     def _attend(
         self,
         x: Tensor,
         state: FastWeightState | None,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
         phi: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        starts: Tensor | None = None,
         in_place: bool = False,
     ) -> tuple[Tensor, FastWeightState]:
         q, k, v, *gates = self.project(x).unflatten(-1, (self.n_heads, -1)).split(self.sizes, -1)
@@ -151,6 +153,7 @@ class FastWeightAttention(nn.Module):
             state=state,
             backend=self.backend,
             mask=mask,
+            starts=starts,
             features=self.features if fused and self.features is not None else PLAIN,
             in_place=in_place,
         )

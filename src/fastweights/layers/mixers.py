@@ -38,12 +38,14 @@ class MixerKind:
         options: names that `build` takes beside those three.
         state: what `forward` returns beside y.
         size: numbers that a layer needs of the past for a segment of that length, as App. F counts them.
+        forgets: whether `forward` takes `starts` (B, T), and forgets all before where a new text begins.
     """
 
     build: Callable[..., nn.Module]
     options: tuple[str, ...]
     state: type[State]
     size: Callable[[Any, int], int]
+    forgets: bool = False
 
 
 def _fast_weight(d_model: int, n_heads: int, d_head: int, *, output_scale: bool = False, **options: Any) -> nn.Module:
@@ -73,6 +75,7 @@ MIXERS: dict[str, MixerKind] = {
         ("rule", "feature_map", "feature_map_options", "normalization", "output_scale"),
         FastWeightState,
         lambda layer, segment: layer.n_heads * layer.feature_map.dim * layer.d_value,
+        forgets=True,
     ),
     "softmax": MixerKind(
         _softmax,

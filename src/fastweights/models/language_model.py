@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -127,6 +128,21 @@ class LanguageModelConfig:
         return cls(**values)
 
 
+def check_forgets(config: LanguageModelConfig) -> None:
+    """A ValueError for a model that cannot begin a new text in the middle of a segment."""
+    if not MIXERS[config.mixer].forgets:
+        able = " or ".join(repr(name) for name, kind in MIXERS.items() if kind.forgets)
+        raise ValueError(
+            f"mixer {config.mixer!r} does not forget where a document begins; leave documents as they are "
+            f"(documents 'none'), or use mixer {able}"
+        )
+    if config.positions != "none":
+        raise ValueError(
+            f"positions = {config.positions!r} do not begin anew with a document; take positions 'none', or leave "
+            "documents as they are (documents 'none')"
+        )
+
+
 class LanguageModelState(StackState):
     """What a language model carries from one segment or token to the next."""
 
@@ -144,9 +160,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.pre = config.norm == "pre"
 
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State | None = None, starts: Tensor | None = None) -> tuple[Tensor, State]:
         """x (B, T, d_model) -> y (B, T, d_model), state."""
-        return self._run(self.mixer, x, state)
+        return self._run(self.mixer if starts is None else partial(self.mixer, starts=starts), x, state)
 
     def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """x (B, d_model) -> y (B, d_model), state."""
@@ -199,26 +215,35 @@ class LanguageModel(nn.Module):
             if not isinstance(module, nn.Embedding) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor, state: LanguageModelState | None = None) -> tuple[Tensor, LanguageModelState]:
+    def forward(
+        self, tokens: Tensor, state: LanguageModelState | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, LanguageModelState]:
         """Hidden vectors (B, T, d_model) of tokens (B, T), from which the softmax predicts the next, and the state.
 
         `state` from an earlier call makes `tokens` the continuation of what it saw; gradients flow into it, so
-        `state.detach()` first to train without them.
+        `state.detach()` first to train without them. Where `starts` (B, T) is True a new text begins, and all that came
+        before is forgotten.
         """
         self._check(tokens, state, 2, "(B, T)")
+        if starts is not None:
+            check_forgets(self.config)
         x = self._embed(tokens, state)
         states = []
         for block, past in zip(self.blocks, self._past(state), strict=True):
-            x, new = block(x, past)
+            x, new = block(x, past, starts)
             states.append(new)
         seen = tokens.new_zeros(len(tokens)) if state is None else state.position
         return self.dropout(self.final_norm(x)), LanguageModelState(states, seen + tokens.shape[1])
 
     def loss(
-        self, tokens: Tensor, targets: Tensor, state: LanguageModelState | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        state: LanguageModelState | None = None,
+        starts: Tensor | None = None,
     ) -> tuple[Tensor, LanguageModelState]:
         """-log p(target) in nats (B, T) for targets (B, T), the words after `tokens`, and the state."""
-        hidden, state = self(tokens, state)
+        hidden, state = self(tokens, state, starts)
         return self.softmax(hidden, targets), state
 
     def step(self, token: Tensor, state: LanguageModelState | None = None) -> tuple[Tensor, LanguageModelState]:

@@ -77,7 +77,12 @@ class _Logit:
 
 def coefficients(problem: Problem) -> Optional3:
     """a, e and w, or their logits where the gates are logits; one and the same tensor where two are one gate."""
-    return coefficients_of(problem.rule, problem.gates, bool(problem.features.logits), problem.state_dtype)
+    a, e, w = coefficients_of(problem.rule, problem.gates, bool(problem.features.logits), problem.state_dtype)
+    if problem.starts is None:
+        return a, e, w
+    # A memory that fades to nothing is empty, exactly.
+    kept = (~problem.starts).to(problem.state_dtype).unsqueeze(-1)
+    return kept.repeat(1, 1, problem.q.shape[2]) if a is None else a * kept, e, w
 
 
 def coefficients_of(rule: Rule, gates: dict[str, Tensor], logits: bool, wide: torch.dtype) -> Optional3:
@@ -96,7 +101,7 @@ def parts(problem: Problem) -> list[tuple[int, bool, bool, bool, bool]]:
     M, rule = problem.v.shape[-1], problem.rule
     assert rule.coefficients is not None
     a, e, w = rule.coefficients(**{name: torch.ones(()) for name in rule.gates})
-    decay, erase, tied = a is not None, e is not None, e is not None and e is w
+    decay, erase, tied = a is not None or problem.starts is not None, e is not None, e is not None and e is w
     write = w is not None and not tied
     if problem.z is None:
         return [(M, decay, erase, write, tied)]

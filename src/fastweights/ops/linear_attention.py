@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.normalization import safe_divide
+from fastweights.ops.state import FastWeightState
 from fastweights.ops.tables import look_up
 
 
@@ -29,15 +30,36 @@ def linear_attention(
         y (B, T, H, M), 0 where no key is left or none has anything in common with the query.
     """
     _check(q, k, v, mask)
+    return read_memory(q, write_memory(k, v, mask, normalization=normalization))
+
+
+def write_memory(
+    k: Tensor, v: Tensor, mask: Tensor | None = None, *, normalization: str | None = "attention"
+) -> FastWeightState:
+    """The memory of all keys (B, S, H, D), mapped by phi, and values (B, S, H, M) at once: Eqs. 17-18 after S steps.
+
+    Equivalent to
+
+        W, z = einsum("bshd, bshm -> bhdm", k, v), k.sum(1)             # no z without normalization
+
+    at least in float32. A sentence is written once; `read_memory` then costs the same however long it was.
+    """
     look_up({"attention": None, "None": None}, str(normalization), "normalization")
-    wide = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(k.device.type, enabled=False):
         if mask is not None:
             k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (k, v))
-        Q, K, V = (x.to(wide).transpose(1, 2) for x in (q, k, v))
-        y = Q @ (K.mT @ V)
-        if normalization == "attention":
-            y = safe_divide(y, Q @ K.sum(-2).unsqueeze(-1))
+        wide = torch.promote_types(k.dtype, torch.float32)
+        K, V = (x.to(wide).transpose(1, 2) for x in (k, v))
+        return FastWeightState(K.mT @ V, K.sum(-2) if normalization == "attention" else None)
+
+
+def read_memory(q: Tensor, state: FastWeightState) -> Tensor:
+    """What queries (B, T, H, D), mapped by phi, find in a memory that they leave as it is: Eq. 19, (B, T, H, M)."""
+    with torch.autocast(q.device.type, enabled=False):
+        Q = q.to(state.W.dtype).transpose(1, 2)
+        y = Q @ state.W
+        if state.z is not None:
+            y = safe_divide(y, Q @ state.z.unsqueeze(-1))
         return y.transpose(1, 2).to(q.dtype)
 
 

@@ -35,6 +35,7 @@ def fast_weight_memory(
     state: FastWeightState | None = None,
     backend: str = "auto",
     mask: Tensor | None = None,
+    starts: Tensor | None = None,
     features: Features = PLAIN,
     in_place: bool = False,
 ) -> tuple[Tensor, FastWeightState]:
@@ -57,6 +58,8 @@ def fast_weight_memory(
         state: what an earlier call returned; zeros if None. Gradients flow into it.
         backend: a name from `list_backends()`; "auto" takes FASTWEIGHTS_BACKEND or else the first that can.
         mask: (B, T), False for padding: such a token changes nothing, and its output is 0.
+        starts: (B, T), True where a new text begins in a row: the memory is emptied before that token. Unlike
+            `cu_seqlens` it leaves the shapes as they are, and a row may begin with the rest of an older text.
         features: what q, k and the gates still have to go through. With `Features.named("dpfp", nu=3, sum=True,
             logits=True)` the call is equivalent to, and on a GPU never stores, what is here in
 
@@ -69,7 +72,7 @@ def fast_weight_memory(
     """
     # Checks, and the choice of a backend, take longer than the smaller kernels: once for each set of shapes.
     same = _signature(q, k, v, rule, beta, decay, state, backend, features)
-    plain = cu_seqlens is None and mask is None and normalization is None
+    plain = cu_seqlens is None and mask is None and starts is None and normalization is None
     if same is not None and plain and (again := _again.get(same)) is not None:
         y, W = again[0](q, k, v, beta, decay, None if state is None else state.W, in_place)
         return y, FastWeightState(W)
@@ -77,11 +80,15 @@ def fast_weight_memory(
     q, k, v = _autocast(q, k, v)
     gates = _check_inputs(rule, q, k, v, {"beta": beta, "decay": decay})
     look_up({"attention": None, "None": None}, str(normalization), "normalization")
-    _check_packing(q, cu_seqlens, mask)
+    _check_tokens("mask", mask, q, "True for tokens that count")
+    _check_tokens("starts", starts, q, "True where a new text begins")
+    _check_packing(q, cu_seqlens)
     D = features.size(q.shape[3])
     W, z = _initial_state(q, D, v, state, normalization == "attention", cu_seqlens)
-    problem = Problem(rule, q, k, v, gates, W, z, cu_seqlens, mask, features, in_place)
-    y, W, z = backends.run(problem if mask is None else _masked(problem.mapped(), mask), backend)
+    problem = Problem(rule, q, k, v, gates, W, z, cu_seqlens, mask, starts, features, in_place)
+    # A gate that is still a logit cannot be held open or shut.
+    problem = problem if mask is None and starts is None else problem.mapped()
+    y, W, z = backends.run(problem if mask is None else _masked(problem, mask), backend)
     if same is not None and plain and (shortest := backends.again(problem, backend)) is not None:
         if len(_again) >= _MOST:
             _again.clear()
@@ -178,14 +185,20 @@ def _check_inputs(rule: Rule, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, 
     return taken
 
 
-def _check_packing(q: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None) -> None:
+def _check_tokens(name: str, given: Tensor | None, q: Tensor, meaning: str) -> None:
+    """One truth value a token, or nothing."""
+    if given is None:
+        return
     B, T = q.shape[:2]
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"mask must be a bool tensor of shape (B, T) = {(B, T)}, True for tokens that count")
-        if mask.shape != (B, T):
-            raise ValueError(f"mask must have shape (B, T) = {(B, T)}, got {tuple(mask.shape)}")
-        _check_device("mask", mask, q)
+    if not isinstance(given, Tensor) or given.dtype != torch.bool:
+        raise TypeError(f"{name} must be a bool tensor of shape (B, T) = {(B, T)}, {meaning}")
+    if given.shape != (B, T):
+        raise ValueError(f"{name} must have shape (B, T) = {(B, T)}, got {tuple(given.shape)}")
+    _check_device(name, given, q)
+
+
+def _check_packing(q: Tensor, cu_seqlens: Tensor | None) -> None:
+    B, T = q.shape[:2]
     if cu_seqlens is None:
         return
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):

@@ -22,8 +22,9 @@ class Problem:
 
     N is B, or the number of packed sequences. z is there exactly when attention normalisation is asked for. Where
     `mask` (B, T) is False, q, k and v are zero and the gates say "change nothing" already; only a rule outside the
-    family has to look at it. q, k and the gates may be raw: `features` are what they have to go through first, and D is
-    the size they have then. With `in_place` the memory of W and z may be used again for what they become.
+    family has to look at it. Where `starts` (B, T) is True, W and z are emptied before that token. q, k and the gates
+    may be raw: `features` are what they have to go through first, and D is the size they have then. With `in_place` the
+    memory of W and z may be used again for what they become.
     """
 
     rule: Rule
@@ -35,6 +36,7 @@ class Problem:
     z: Tensor | None = None
     cu_seqlens: Tensor | None = None
     mask: Tensor | None = None
+    starts: Tensor | None = None
     features: Features = PLAIN
     in_place: bool = False
 
@@ -66,5 +68,6 @@ class Problem:
                 W=self.W[i : i + 1],
                 z=None if self.z is None else self.z[i : i + 1],
                 mask=None if self.mask is None else self.mask[:, span],
+                starts=None if self.starts is None else self.starts[:, span],
                 cu_seqlens=None,
             )

@@ -32,6 +32,9 @@ def _run_batch(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     outputs = []
     for t in range(len(q)):
         now = {name: gate[t] for name, gate in gates.items()}
+        if problem.starts is not None:
+            W = W.masked_fill(problem.starts[:, t, None, None, None], 0)
+            z = None if z is None else z.masked_fill(problem.starts[:, t, None, None], 0)
         W_old, z_old = W, z
         a, c = rule.accumulator(**now)
         z = z if z is None or a is None else a * z

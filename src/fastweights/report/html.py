@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fastweights.experiments.base import SCALES, Claim
+from fastweights.experiments.base import SCALES, Claim, Table
 from fastweights.report.tables import format_seconds, losses, tally
 
 if TYPE_CHECKING:
@@ -86,11 +87,11 @@ def page(chapters: Sequence[Chapter]) -> str:
 <body>
 <header>
 <h1>fastweights results</h1>
-<p>The figures of <cite>Linear Transformers Are Secretly Fast Weight Programmers</cite> (Schlag, Irie and Schmidhuber,
-ICML 2021), trained again, and what the paper says of each, judged by these results: of {len(claims)} statements,
-{escape(tally(claims))}.</p>
+<p>The figures and tables of <cite>Linear Transformers Are Secretly Fast Weight Programmers</cite> (Schlag, Irie and
+Schmidhuber, ICML 2021), trained again, and what the paper says of each, judged by these results: of {len(claims)}
+statements, {escape(tally(claims))}.</p>
 <div class="scroll"><table>
-<thead><tr><th scope="col">figure</th><th scope="col">scale</th><th scope="col">statements</th></tr></thead>
+<thead><tr><th scope="col">what</th><th scope="col">scale</th><th scope="col">statements</th></tr></thead>
 <tbody>{contents}</tbody>
 </table></div>
 </header>
@@ -123,16 +124,46 @@ def _chapter(chapter: Chapter) -> str:
     if chapter.scale is None:
         parts.append(f'<p class="note">Not run yet: <code>fastweights reproduce {experiment.name}</code></p>')
     else:
-        parts += [_note(chapter, chapter.scale), _figure(chapter)]
+        parts += [_note(chapter, chapter.scale), _table(chapter), _figure(chapter)]
     parts.append(_claims(chapter.claims))
     if chapter.scale is not None:
-        parts += [_how(chapter, chapter.scale), _data(chapter)]
+        parts += [_samples(chapter), _how(chapter, chapter.scale), _data(chapter)]
     return "\n".join([*parts, "</section>\n"])
 
 
 def _note(chapter: Chapter, scale: str) -> str:
     note = chapter.experiment.scales[scale].note
+    settings = chapter.results.records[0].config.get("set", {})
+    if settings:
+        changed = ", ".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
+        note = f"{note} Changed in every cell: {changed}.".strip()
     return f'<p class="note"><strong>Scale {scale}.</strong> {_text(note)}</p>' if note else ""
+
+
+def _table(chapter: Chapter) -> str:
+    """The paper's table with our numbers."""
+    make = chapter.experiment.table
+    if make is None:
+        return ""
+    caption = _trained_on(chapter)
+    caption = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f'<figure><div class="scroll">{_numbers(make(chapter.results))}</div>{caption}</figure>'
+
+
+def _trained_on(chapter: Chapter) -> str:
+    """Which text the numbers are of; the paper's are never compared with ours without it."""
+    corpora = [record.config["corpus"]["name"] for record in chapter.results.records if "corpus" in record.config]
+    theirs = chapter.experiment.text
+    if not corpora:
+        return ""
+    ours = ", ".join(dict.fromkeys(corpora))
+    return f"Perplexities on {ours}" + (f"; the paper's are on {theirs}." if ours != theirs else ".")
+
+
+def _numbers(table: Table) -> str:
+    head = "".join(f'<th scope="col">{_text(name)}</th>' for name in table.header)
+    body = "".join("<tr>" + "".join(f"<td>{_text(entry)}</td>" for entry in row) + "</tr>\n" for row in table.rows)
+    return f'<table class="numbers"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>'
 
 
 def _figure(chapter: Chapter) -> str:
@@ -142,8 +173,9 @@ def _figure(chapter: Chapter) -> str:
     plot = experiment.plot
     models = ", ".join(label for model, label in experiment.models.items() if results.of(model))
     verdicts = "; ".join(f"{claim.text}: {claim.ours}" for claim in chapter.claims)
-    drawn = {"surfaces": "Surface plot", "curves": "Line plot", "scatter": "Scatter plot"}[plot.kind]
-    axes = "" if plot.kind == "surfaces" else f" of {plot.y_label} over {plot.x_label}"
+    drawn = {"surfaces": "Surface plot", "scatter": "Scatter plot", "bars": "Bar chart"}.get(plot.kind, "Line plot")
+    axes = f" of {plot.y_label} over {plot.x_label}" if plot.y_label else f" of {plot.x_label}"
+    axes = "" if plot.kind == "surfaces" else axes
     alt = f"{drawn}{axes} for {models}. {verdicts}."
     kind = f"{results.loss.split('_')[0]} evaluation loss" if plot.kind == "scatter" else ""
     seeds = len({record.config["seed"] for record in results.records})
@@ -175,19 +207,48 @@ def _how(chapter: Chapter, scale: str) -> str:
     command = f"fastweights reproduce {experiment.name} --scale {scale}"
     if tuple(seeds) != experiment.scales[scale].seeds:
         command += f" --seeds {','.join(map(str, seeds))}"
+    sizes = tuple(chapter.results.sizes())
+    if not experiment.fixed_sizes and not set(sizes) <= set(experiment.scales[scale].sizes):
+        command += f" --sizes {','.join(map(str, sizes))}"
+    corpora = {
+        record.config["corpus"]["name"]: record.config["corpus"] for record in records if "corpus" in record.config
+    }
+    if corpora and scale in ("paper", "code"):
+        command += " --data DIR"
+    settings = records[0].config.get("set", {})
+    command += "".join(f" --set {name}={json.dumps(value)}" for name, value in settings.items())
     versions = [", ".join(f"{name} {number}" for name, number in record.versions.items()) for record in records]
     entries = {
         "command": f"<code>{escape(command)}</code>",
         "scale": escape(f"{scale}: {SCALES[scale]}"),
         "cells": f"{len(records)} ({planned} planned at this scale)",
         "seeds": ", ".join(map(str, seeds)),
+        "text": _distinct([f"{name} ({_words(c)}, {c['fingerprint']})" for name, c in corpora.items()]),
         "time": f"{format_seconds(sum(record.wall_s for record in records))}, summed over cells",
         "commit": _distinct([record.commit for record in records]),
         "hardware": _distinct([record.hardware for record in records]),
         "versions": _distinct(versions),
     }
-    items = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in entries.items())
+    items = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in entries.items() if value)
     return f"<details><summary>How it was run</summary><dl>{items}</dl></details>"
+
+
+def _words(corpus: Mapping[str, Any]) -> str:
+    """The size of a corpus' vocabulary."""
+    return f"{corpus['words']:,} words" if "words" in corpus else f"{corpus['pieces']:,} pieces"
+
+
+def _samples(chapter: Chapter) -> str:
+    """Translations of the same sentences by every model that was run."""
+    found = {r.config["model"]: r.metrics["samples"] for r in chapter.results.records if r.metrics.get("samples")}
+    if not found:
+        return ""
+    rows = []
+    for number, (source, reference, _) in enumerate(next(iter(found.values()))):
+        rows += [("source", source), ("reference", reference)]
+        rows += [(chapter.experiment.models[model], samples[number][2]) for model, samples in found.items()]
+    body = "".join(f'<tr><th scope="row">{_text(who)}</th><td>{escape(text)}</td></tr>\n' for who, text in rows)
+    return f"<details><summary>Translations</summary><table><tbody>{body}</tbody></table></details>"
 
 
 def _distinct(values: Sequence[str]) -> str:
@@ -196,7 +257,5 @@ def _distinct(values: Sequence[str]) -> str:
 
 def _data(chapter: Chapter) -> str:
     header, *rows = losses(chapter.experiment, chapter.results)
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(entry)}</td>" for entry in row) + "</tr>\n" for row in rows)
-    table = f'<table class="numbers"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>'
+    table = _numbers(Table(tuple(header), tuple(map(tuple, rows))))
     return f'<details><summary>Data</summary><div class="scroll">{table}</div></details>'

@@ -11,6 +11,8 @@ from typing import Any
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 STRATEGIES = ("auto", "single", "ddp", "fsdp")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+# Those that make CUDA graphs of the loss alone.
+GRAPHING_MODES = ("reduce-overhead", "max-autotune")
 # Share of the full rate at update t of T, counted from 0, once the warm-up of w updates is over.
 SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
     "cosine": lambda t, T, w: 0.5 * (1 + math.cos(math.pi * t / T)),
@@ -46,6 +48,8 @@ class TrainingConfig:
         checkpoint_every, checkpoint_minutes: updates and minutes between checkpoints; there is always one at the end.
         keep: checkpoints kept beside the best.
         compile: mode of `torch.compile` for `Task.loss`; None to run it as it is. "reduce-overhead" uses CUDA graphs.
+        graph: record whole updates, optimiser included, as CUDA graphs; for one process on a GPU. The mode of `compile`
+            must then be one without graphs of its own.
         accelerator, devices, nodes, strategy: as in Lightning Fabric; "auto" takes one device, or what torchrun has
             started, with DDP for more than one process.
         tensorboard: write TensorBoard files where it is installed.
@@ -73,6 +77,7 @@ class TrainingConfig:
     checkpoint_minutes: float | None = _free(10.0)
     keep: int = _free(2)
     compile: str | None = _free(None)
+    graph: bool = _free(False)
     accelerator: str = _free("auto")
     devices: int | str = _free("auto")
     nodes: int = _free(1)
@@ -100,6 +105,12 @@ class TrainingConfig:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         if self.compile is not None and self.compile not in COMPILE_MODES:
             raise ValueError(f"compile must be None or one of {', '.join(COMPILE_MODES)}, got {self.compile!r}")
+        if self.graph and self.compile in GRAPHING_MODES:
+            others = [mode for mode in COMPILE_MODES if mode not in GRAPHING_MODES]
+            raise ValueError(
+                f"graph records the whole update, compile = {self.compile!r} the loss alone; choose one of the two, "
+                f"or compile = {' or '.join(map(repr, others))}"
+            )
 
     def describe(self) -> dict[str, Any]:
         """All fields, for JSON."""

@@ -182,8 +182,9 @@ def _segments(model: LanguageModel, stream: TokenStream, how: Protocol) -> tuple
 
     def losses() -> Iterator[Tensor]:
         state = None
-        for inputs, targets, _ in segments:
-            nll, after = model.loss(inputs.to(device), targets.to(device), state)
+        for inputs, targets, _, starts in segments:
+            starts = None if starts is None else starts.to(device)
+            nll, after = model.loss(inputs.to(device), targets.to(device), state, starts)
             state = after if how.carry else None
             yield nll
 
@@ -194,8 +195,8 @@ def _sliding(model: LanguageModel, stream: TokenStream, how: Protocol) -> tuple[
     windows, device = stream.windows(how.segment, how.stride or 1, batch=how.batch), _device(model)
 
     def losses() -> Iterator[Tensor]:
-        for inputs, targets in windows:
-            hidden, _ = model(inputs.to(device))
+        for inputs, targets, starts in windows:
+            hidden, _ = model(inputs.to(device), starts=None if starts is None else starts.to(device))
             # The softmax costs more than the rest of the model, and most positions were scored in earlier windows.
             yield model.softmax(hidden[:, -targets.shape[1] :], targets.to(device))
 

@@ -7,38 +7,34 @@ train(task, config, "runs/tiny-delta")
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from fastweights.data.documents import DOCUMENTS, mark_documents
 from fastweights.data.tokens import Corpus, Segment, Segments
-from fastweights.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
+from fastweights.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState, check_forgets
 from fastweights.models.presets import CONTEXTS, MIXER_CHOICES, PRESETS, TrainingRecipe, training_recipe
 from fastweights.ops.tables import look_up
-from fastweights.training.config import COMPILE_MODES, PRECISIONS, SCHEDULES, STRATEGIES, TrainingConfig
+from fastweights.training.config import TrainingConfig
 from fastweights.training.evaluate import EVAL_BATCH, Protocol, check_carried, measure
+from fastweights.training.settings import Fields
 from fastweights.training.task import Outcome, Task
 
-_NAMES: dict[str, tuple[str, ...]] = {
-    "precision": PRECISIONS,
-    "strategy": STRATEGIES,
-    "schedule": tuple(SCHEDULES),
-    "compile": COMPILE_MODES,
-}
-# Fields of the model that the corpus or the arguments of `assemble` decide.
+# What the corpus or the arguments of `assemble` decide.
 _DECIDED = {"vocab_size": "follows from the corpus", "mixer": "has its own option", "rule": "has its own option"}
-MODEL_FIELDS = tuple(f.name for f in fields(LanguageModelConfig) if f.name not in _DECIDED)
-TASK_FIELDS = ("segment", "batch_size", "eval_batch")
-TRAINING_FIELDS = tuple(f.name for f in fields(TrainingConfig))
+_READING = {"segment": int, "batch_size": int, "eval_batch": int, "documents": str}
+FIELDS = Fields(LanguageModelConfig, _READING, _DECIDED)
+check_field = FIELDS.check
 
 
 class LanguageTask(Task):
     """The next word of a corpus: its training text in `batch_size` rows, read in order, `segment` words at a time.
 
     With context "carried" each segment goes on from the state of the one before, without gradient, and an epoch begins
-    with none; with "limited" every segment stands alone. Validation reads the validation text in the same way in
+    with none; with "limited" every segment stands alone. With `documents` other than "none" a model with fast weights
+    also forgets where one of them begins, see `data.documents`. Validation reads the validation text in the same way in
     `eval_batch` rows, and gives "loss" (nats a word) and "ppl".
     """
 
@@ -51,16 +47,19 @@ class LanguageTask(Task):
         batch_size: int,
         context: str = "limited",
         eval_batch: int = EVAL_BATCH,
+        documents: str = "none",
     ) -> None:
         look_up(dict.fromkeys(CONTEXTS), context, "context")
-        self.model, self.corpus, self.context = model, corpus, context
+        look_up(DOCUMENTS, documents, "kind of documents")
+        self.model, self.corpus, self.context, self.documents = model, corpus, context, documents
         self.segment, self.batch_size, self.eval_batch = segment, batch_size, eval_batch
         self.carried = context == "carried"
         self._check()
         # Layers refuse what a configuration cannot know, such as the options of a feature map.
         with torch.device("meta"):
             self.n_parameters = LanguageModel(model).n_parameters
-        self._streams = {"train": corpus.train, "valid": corpus.valid}
+        streams = {"train": corpus.train, "valid": corpus.valid}
+        self._streams = {split: mark_documents(each, corpus.vocabulary, documents) for split, each in streams.items()}
         self._segments: dict[tuple[int, int], Segments] = {}
         for split, rows in (("train", batch_size), ("valid", eval_batch)):
             try:
@@ -72,6 +71,8 @@ class LanguageTask(Task):
         model, words = self.model, len(self.corpus.vocabulary)
         if model.vocab_size != words:
             raise ValueError(f"the model has vocab_size {model.vocab_size:,}, the corpus {words:,} words")
+        if self.documents != "none":
+            check_forgets(model)
         if self.carried:
             check_carried(model)
             if model.feature_map == "favor" and model.feature_map_options.get("redraw", True):
@@ -100,13 +101,20 @@ class LanguageTask(Task):
         if (rank, world) not in self._segments:
             stream = self._streams["train"]
             self._segments[rank, world] = stream.segments(self.batch_size, self.segment, rank=rank, world=world)
-        return self._segments[rank, world].batch_at(index)
+        segment = self._segments[rank, world].batch_at(index)
+        # Where nothing is carried an epoch begins like any other segment, also for a recorded update.
+        return segment._replace(starts_epoch=segment.starts_epoch and self.carried)
 
     def loss(self, model: nn.Module, batch: Segment, carry: LanguageModelState | None) -> Outcome:
         """Mean of -log p over the words of a segment."""
         assert isinstance(model, LanguageModel)
-        nll, state = model.loss(batch.inputs, batch.targets, None if batch.starts_epoch else carry)
+        nll, state = model.loss(batch.inputs, batch.targets, None if batch.starts_epoch else carry, batch.starts)
         return Outcome(nll.mean(), {"tokens": nll.numel()}, state if self.carried else None)
+
+    def regions(self, model: nn.Module) -> list[nn.Module]:
+        """The blocks: the rest is the softmax, in kernels of its own, and a few additions."""
+        assert isinstance(model, LanguageModel)
+        return list(model.blocks)
 
     def validate(self, model: nn.Module) -> dict[str, float]:
         """Loss and perplexity by segments, close to and a little above those of the paper's protocols."""
@@ -125,20 +133,31 @@ class LanguageTask(Task):
             "segment": self.segment,
             "batch_size": self.batch_size,
             "eval_batch": self.eval_batch,
+            "documents": self.documents,
             "corpus": {"fingerprint": self.corpus.fingerprint, "vocabulary_sha256": vocabulary["sha256"]},
         }
 
 
-def assemble(
-    corpus: Corpus,
+class Plan(NamedTuple):
+    """Everything that decides a training run but the text: the model, how the text is cut, and the schedule."""
+
+    model: LanguageModelConfig
+    recipe: TrainingRecipe
+    eval_batch: int
+    documents: str
+    training: TrainingConfig
+
+
+def plan(
+    words: int,
     *,
     preset: str = "small",
     mixer: str = "delta",
     rule: str | None = None,
     context: str | None = None,
     **settings: Any,
-) -> tuple[LanguageTask, TrainingConfig]:
-    """A preset of `models.presets` on a corpus, with any field of model, task or `TrainingConfig` changed by name.
+) -> Plan:
+    """A preset of `models.presets` for a vocabulary, with any field of model, task or `TrainingConfig` changed by name.
 
     What is not given follows from what is: a run with other `steps` than the preset's has at most a tenth of them as
     warm-up, Transformer-XL remembers as many words as a segment has, and random features stand still where a state is
@@ -146,7 +165,7 @@ def assemble(
     """
     look_up(PRESETS, preset, "preset")
     look_up(MIXER_CHOICES, mixer, "mixer")
-    model, task, training = _sort(settings)
+    model, task, training = FIELDS.sort(settings)
     given = {"context": context, "segment": task.get("segment"), "batch_size": task.get("batch_size")}
     given |= {"steps": training.get("steps"), "lr": training.get("lr"), "warmup_steps": training.pop("warmup", None)}
     overrides = {name: value for name, value in given.items() if value is not None}
@@ -155,16 +174,7 @@ def assemble(
         model.setdefault("mem_len", recipe.segment)
     if recipe.context == "carried" and model.get("feature_map", MIXER_CHOICES[mixer].feature_map) == "favor":
         model["feature_map_options"] = {"redraw": False, **model.get("feature_map_options", {})}
-    size = {"vocab_size": len(corpus.vocabulary)}
-    config = PRESETS[preset](mixer, rule=rule, context=recipe.context, **size, **model)
-    built = LanguageTask(
-        config,
-        corpus,
-        segment=recipe.segment,
-        batch_size=recipe.batch_size,
-        context=recipe.context,
-        eval_batch=task.get("eval_batch", EVAL_BATCH),
-    )
+    config = PRESETS[preset](mixer, rule=rule, context=recipe.context, vocab_size=words, **model)
     # Ten validations and fifty lines of log, where the authors' intervals would give fewer.
     defaults: dict[str, Any] = {
         "eval_every": min(4000, max(1, recipe.steps // 10)),
@@ -172,24 +182,24 @@ def assemble(
         "clip": recipe.clip,
     }
     schedule = {"steps": recipe.steps, "lr": recipe.lr, "warmup": recipe.warmup_steps}
-    return built, TrainingConfig(**{**defaults, **training, **schedule})
+    training = {**defaults, **training, **schedule}
+    eval_batch, documents = task.get("eval_batch", EVAL_BATCH), task.get("documents", "none")
+    return Plan(config, recipe, eval_batch, documents, TrainingConfig(**training))
 
 
-def check_field(name: str) -> None:
-    """A ValueError for a name that `assemble` does not take, with the nearest that it does."""
-    if name in _DECIDED:
-        raise ValueError(f"{name} cannot be set: it {_DECIDED[name]}")
-    look_up(dict.fromkeys([*MODEL_FIELDS, *TASK_FIELDS, *TRAINING_FIELDS]), name, "field")
-
-
-def _sort(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The settings of model, task and training."""
-    for name, value in settings.items():
-        check_field(name)
-        if name in _NAMES and isinstance(value, str):
-            look_up(dict.fromkeys(_NAMES[name]), value, name)
-    parts = [{n: v for n, v in settings.items() if n in part} for part in (MODEL_FIELDS, TASK_FIELDS, TRAINING_FIELDS)]
-    return parts[0], parts[1], parts[2]
+def assemble(corpus: Corpus, **choice: Any) -> tuple[LanguageTask, TrainingConfig]:
+    """What `plan` makes of the arguments, on a corpus."""
+    made = plan(len(corpus.vocabulary), **choice)
+    task = LanguageTask(
+        made.model,
+        corpus,
+        segment=made.recipe.segment,
+        batch_size=made.recipe.batch_size,
+        context=made.recipe.context,
+        eval_batch=made.eval_batch,
+        documents=made.documents,
+    )
+    return task, made.training
 
 
 def _recipe(preset: str, mixer: str, overrides: dict[str, Any]) -> TrainingRecipe:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -12,10 +11,10 @@ import torch
 
 from fastweights.data.tokens import Corpus
 from fastweights.data.vocabulary import VOCABULARIES, Vocabulary
-from fastweights.files import write_atomically
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig
-from fastweights.training.checkpoint import Checkpoint, CheckpointError, load_weights
+from fastweights.training.checkpoint import Checkpoint
 from fastweights.training.folder import RunError
+from fastweights.training.run import configured, keep_beside, load_model, read_run
 
 
 @dataclass(frozen=True)
@@ -31,27 +30,18 @@ class LanguageRun:
     def open(cls, folder: Path | str) -> Self:
         """Read the configuration; RunError where the folder holds no run of a language model."""
         folder = Path(folder)
-        path = folder / "config.json"
-        try:
-            found = json.loads(path.read_text())
-            task = found["task"]
-            name = task["name"]
-        except OSError:
-            missing = "holds no run" if folder.is_dir() else "does not exist"
-            raise RunError(f"{folder} {missing}; `fastweights train lm --out {folder}` trains one there") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path} is not the configuration of a run ({error!r})") from None
-        if name != "language":
-            raise RunError(f"{folder} holds a run of the task {name!r}, not of a language model")
-        try:
-            return cls(folder, LanguageModelConfig.from_dict(task["model"]), task, found.get("about", {}))
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path} cannot be used by this version: {error}") from None
+        task, about = read_run(folder, "language", "a language model", "train lm")
+        return cls(folder, configured(LanguageModelConfig, folder, task["model"]), task, about)
 
     @property
     def segment(self) -> int:
         """Words in a segment of training."""
         return int(self.task["segment"])
+
+    @property
+    def documents(self) -> str:
+        """The documents at whose beginnings it forgets, a name from `data.documents`."""
+        return str(self.task.get("documents", "none"))
 
     @property
     def carried(self) -> bool:
@@ -60,14 +50,7 @@ class LanguageRun:
 
     def load(self, which: str = "best", device: str | torch.device = "cpu") -> tuple[LanguageModel, Checkpoint]:
         """The model in evaluation mode, and the checkpoint that its weights are from."""
-        model = LanguageModel(self.model)
-        try:
-            checkpoint = load_weights(model, self.folder, which)
-        except RuntimeError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"the weights in {self.folder} are not those of its config.json: {error}") from None
-        return model.to(device).eval(), checkpoint
+        return load_model(LanguageModel(self.model), self.folder, which, device)
 
     def corpus(self, data: Path | str | None = None) -> Corpus:
         """The corpus it was trained on, from where it was then or from `data`."""
@@ -92,13 +75,5 @@ class LanguageRun:
 
 
 def keep_vocabulary(folder: Path, corpus: Corpus, fresh: bool = False) -> None:
-    """Copy the vocabulary beside the run, which can then be used where its corpus is not.
-
-    One that is there already belongs to the run that is there, unless that one is about to be moved away.
-    """
-    path = folder / corpus.vocabulary.file
-    try:
-        if fresh or not path.exists():
-            write_atomically(path, corpus.vocabulary.dump())
-    except OSError as error:
-        raise RunError(f"cannot write to {folder}: {error.strerror}; choose another folder") from None
+    """Copy the vocabulary beside the run, which can then be used where its corpus is not."""
+    keep_beside(folder, corpus.vocabulary.file, corpus.vocabulary.dump(), fresh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from fastweights.training import snapshot
 from fastweights.training.checkpoint import Contents
-from fastweights.training.config import TrainingConfig
+from fastweights.training.config import GRAPHING_MODES, TrainingConfig
 from fastweights.training.distributed import Call, Objective, gather
+from fastweights.training.graphed import Recorder, refusal
 from fastweights.training.optim import (
     global_norm,
     learning_rate,
@@ -49,9 +51,12 @@ class Learner:
         self._wrapped_optimizer: Any = fabric.setup_optimizers(self._optimizer)
         self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
-        self._loss = task.loss if config.compile is None else torch.compile(task.loss, mode=config.compile)
+        if config.graph and (reason := refusal(self.device, self.world, self._optimizer.param_groups)):
+            raise ValueError(f"graph: {reason}; train without it")
+        self._recorder = Recorder(self._change, self.device) if config.graph else None
+        self._loss = self._compiled()
         # Graph replays write their results to the same place each time.
-        self._graphed = config.compile in ("reduce-overhead", "max-autotune") and self.device.type == "cuda"
+        self._graphed = config.compile in GRAPHING_MODES and self.device.type == "cuda"
         self._meter: dict[str, Tensor] = {}
         self._broken = torch.zeros((), device=self.device, dtype=torch.float32)
         self._one = torch.ones((), device=self.device)
@@ -59,25 +64,50 @@ class Learner:
         snapshot.seed_everything(config.seed + 1 + self.rank)
         self.model.train()
 
-    def call(self, function: Any, *arguments: Any) -> Any:
-        """`function(model, *arguments)` inside the wrappers' forward pass, at the precision of training."""
+    def _compiled(self) -> Any:
+        """The loss, compiled where that is wanted: the task's regions one for all, or all of it."""
+        mode = self.config.compile
+        if mode is None:
+            return self.task.loss
+        regions = self.task.regions(self.model)
+        if not regions or mode in GRAPHING_MODES:
+            return torch.compile(self.task.loss, mode=mode)
+        # The compiler looks for gradients on whatever comes into a region, and is told that it will find none.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor", UserWarning)
+        for region in regions:
+            region.compile(mode=mode)
+        return self.task.loss
+
+    def call(self, function: Any, *arguments: Any, compiled: bool = False) -> Any:
+        """`function(model, *arguments)` inside the wrappers' forward pass, at the precision of training.
+
+        What is compiled runs so only on request: validation comes in other shapes, each of which would be compiled.
+        """
         call = Call(function, *arguments)
-        self._module(call)
+        eager = not compiled and self.config.compile is not None
+        with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+            self._module(call)
         return call.result
 
     def advance(self) -> None:
         """One update, without waiting for the device."""
-        config = self.config
-        set_learning_rate(self._optimizer, learning_rate(config, self.step))
+        set_learning_rate(self._optimizer, learning_rate(self.config, self.step))
+        batches = [self._batch(self.step, part) for part in range(self.config.accumulate)]
+        if self._recorder is not None:
+            self._carry_before, self.carry = self._recorder(batches, self.carry)
+        else:
+            self._carry_before, self.carry = self.carry, self._change(batches, self.carry)
+        self.step += 1
+
+    def _change(self, batches: list[Any], carry: Any, compiled: bool = True) -> Any:
+        """Everything of an update that happens on the device; what is carried on comes back."""
         self._wrapped_optimizer.zero_grad(set_to_none=True)
-        self._carry_before = self.carry
         totals: dict[str, Tensor] = {}
-        for part in range(config.accumulate):
-            batch = self._batch(self.step, part)
-            with self._synchronised(part == config.accumulate - 1):
-                outcome, tokens = self._forward(batch)
+        for part, batch in enumerate(batches):
+            with self._synchronised(part == len(batches) - 1):
+                outcome, tokens, carry = self._forward(batch, carry, compiled)
                 self.fabric.backward(outcome.loss * tokens if self._weighted else outcome.loss)
-            if self._graphed and part == 0 and config.accumulate > 1:
+            if self._graphed and part == 0 and len(batches) > 1:
                 self._own_gradients()
             for name, value in {"loss": outcome.loss, **outcome.metrics}.items():
                 scalar = tokens if name == "tokens" else self._scalar(value).detach() * tokens
@@ -86,9 +116,8 @@ class Learner:
         values = torch.stack([value.double() for value in totals.values()])
         if self.world > 1:
             torch.distributed.all_reduce(values)
-        sums = dict(zip(totals, values, strict=True))
-        self._update(sums)
-        self.step += 1
+        self._update(dict(zip(totals, values, strict=True)))
+        return carry
 
     @property
     def _weighted(self) -> bool:
@@ -108,7 +137,8 @@ class Learner:
             factor = factor * (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
         step_scaled(self._optimizer, self._wrapped_optimizer.step, factor, (self._broken > 0).float())
         for name, value in {**sums, "grad_norm": norm.double(), "steps": self._one.double()}.items():
-            self._meter[name] = self._meter[name] + value if name in self._meter else value
+            # In place: a recorded update knows its meters by their address.
+            self._meter.setdefault(name, torch.zeros_like(value)).add_(value)
 
     def _own_gradients(self) -> None:
         """Take the gradients out of the memory that the next replay writes to, so that it adds to them."""
@@ -119,13 +149,14 @@ class Learner:
     def _batch(self, step: int, part: int) -> Any:
         return to_device(self.task.batch(step * self.config.accumulate + part, self.rank, self.world), self.device)
 
-    def _forward(self, batch: Any) -> tuple[Outcome, Tensor]:
+    def _forward(self, batch: Any, carry: Any, compiled: bool) -> tuple[Outcome, Tensor, Any]:
+        """Outcome, its number of tokens, and what it carries on, cut off from it."""
         if self._graphed:
             torch.compiler.cudagraph_mark_step_begin()
-        outcome = Outcome(*self.call(self._loss, batch, self.carry))
+        outcome = Outcome(*self.call(self._loss, batch, carry, compiled=compiled))
         keep = (lambda tensor: tensor.detach().clone()) if self._graphed else Tensor.detach
-        self.carry = map_tensors(keep, outcome.carry)
-        return outcome, keep(self._scalar(outcome.metrics.get("tokens", 1))).float()
+        tokens = keep(self._scalar(outcome.metrics.get("tokens", 1))).float()
+        return outcome, tokens, map_tensors(keep, outcome.carry)
 
     def _scalar(self, value: Tensor | float) -> Tensor:
         # full() fills on the device; tensor() would copy from the host and wait.
@@ -139,7 +170,8 @@ class Learner:
     def read(self) -> dict[str, float]:
         """Means over the updates since the last call, by token; "tokens" and "steps" are sums. Waits for the device."""
         values = dict(zip(self._meter, torch.stack(list(self._meter.values())).tolist(), strict=True))
-        self._meter = {}
+        for value in self._meter.values():
+            value.zero_()
         tokens, steps = values.pop("tokens"), values.pop("steps")
         norm = values.pop("grad_norm") / steps
         means = {name: value / tokens for name, value in values.items()}
@@ -199,6 +231,9 @@ class Learner:
         snapshot.load_weights_into(self.model, contents.weights)
         snapshot.load_optimizer_state(self.model, self._optimizer, training["optimizer"])
         self.step = training["step"]
+        if self._recorder is not None:
+            # Recordings know the optimiser's memory as it was.
+            self._recorder = Recorder(self._change, self.device)
         self._meter = unpack(training["meter"], self.device)
         if len(processes) == self.world:
             self.carry = unpack(processes[self.rank]["carry"], self.device)

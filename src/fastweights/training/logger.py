@@ -161,9 +161,12 @@ class RunLog:
         self._sinks: list[Sink] = []
         self._failed: set[str] = set()
 
-    def open(self, out: Path, config: TrainingConfig, task: dict[str, Any], step: int) -> None:
-        """Start writing, for a run that has made `step` updates."""
+    def open(
+        self, out: Path, config: TrainingConfig, task: dict[str, Any], step: int, watch: Sink | None = None
+    ) -> None:
+        """Start writing, for a run that has made `step` updates; to `watch` too."""
         self._sinks.append(JsonLines(out / "log.jsonl", step))
+        self._sinks += [] if watch is None else [watch]
         if config.tensorboard and _tensorboard_is_installed():
             self._sinks.append(TensorBoard(out / "tensorboard", step))
         if config.wandb is not None:

@@ -23,7 +23,7 @@ from fastweights.training.diagnosis import Diverged, examine
 from fastweights.training.distributed import largest, launch, together
 from fastweights.training.folder import RunFolder
 from fastweights.training.learner import Learner
-from fastweights.training.logger import RunLog, memory_in_use
+from fastweights.training.logger import RunLog, Sink, memory_in_use
 from fastweights.training.optim import learning_rate
 from fastweights.training.signals import Interrupted, Signals
 from fastweights.training.task import Task
@@ -62,6 +62,7 @@ def train(
     minutes: float | None = None,
     about: dict[str, Any] | None = None,
     console: Console | None = None,
+    watch: Sink | None = None,
 ) -> Result:
     """Train `task`, or go on with the run of the same configuration in `out`.
 
@@ -73,6 +74,7 @@ def train(
         minutes: stop after so many, with everything saved, to be gone on with later.
         about: where the run is made (commit, machine), for `config.json`.
         console: to print on.
+        watch: gets every record of the log too.
 
     Raises:
         RunError: `out` holds a run of another configuration, is in use, or cannot be written to.
@@ -99,7 +101,7 @@ def train(
         if source is not None:
             run.restore(source)
         with log, Signals() as signals:
-            together(fabric, lambda: log.open(out, config, task.describe(), learner.step))
+            together(fabric, lambda: log.open(out, config, task.describe(), learner.step, watch))
             return run.go(signals, minutes)
     finally:
         folder.close()

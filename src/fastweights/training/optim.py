@@ -39,6 +39,8 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
     lr = torch.tensor(config.lr, device=device) if device.type == "cuda" and not sharded else config.lr
     options: dict[str, Any] = {"lr": lr, "betas": config.betas, "eps": config.eps}
     options["fused"] = not sharded and device.type in ("cpu", "cuda")
+    # All it asks of the fused kernels is to let themselves be recorded.
+    options["capturable"] = not sharded and device.type == "cuda"
     if not config.weight_decay:
         return Adam(parameters, **options)
     groups = [

@@ -95,6 +95,13 @@ class Task(ABC):
         """The parts that FSDP gathers one at a time: by default what the model's `ModuleList`s hold."""
         return [part for module in model.modules() if isinstance(module, nn.ModuleList) for part in module]
 
+    def regions(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Parts that are alike, such as the blocks of a stack: what is compiled for one serves them all.
+
+        Without any, `loss` is compiled as a whole, which for a deep model takes minutes.
+        """
+        return []
+
     def optimizer(self, model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer | None:
         """An optimiser, or None for Adam; the rate of a group is the schedule's times the group's "scale", if any."""
         return None

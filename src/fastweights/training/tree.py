@@ -29,6 +29,26 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in it, in the order in which `map_tensors` comes to them."""
+    found: list[Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
+    return found
+
+
+def signature(value: Any) -> Any:
+    """All but the numbers in the tensors, hashable: nests of equal signature take the same path through a function."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.device
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), *(signature(getattr(value, f.name)) for f in fields(value) if f.init)
+    if isinstance(value, dict):
+        return dict, *((key, signature(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), *(signature(item) for item in value)
+    return value
+
+
 def to_device(value: Any, device: torch.device) -> Any:
     """The same with every tensor on `device`, copied without waiting where the memory allows it."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)

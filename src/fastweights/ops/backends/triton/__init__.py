@@ -96,10 +96,9 @@ def _unproven(problem: Problem) -> str | None:
     """Which of the kernels that the problem needs failed their self-check."""
     q, (N, H, D, M), features = problem.q, problem.W.shape, problem.features
     packed, walks, long = problem.cu_seqlens is not None, min(N * H, FEW + 1), min(q.shape[1], LONG)
-    key = (
-        *(problem.rule.coefficients, q.dtype, q.device, H, D, M, problem.z is None, packed, walks, long == LONG),
-        *(features, one := takes_step(problem)),
-    )
+    one = takes_step(problem)
+    form = (problem.z is None, problem.starts is None, packed, walks, long == LONG, features, one)
+    key = (problem.rule.coefficients, q.dtype, q.device, H, D, M, *form)
     if key not in _decided:
         kinds: list[self_check.AnyKind] = []
         if one:

@@ -1,0 +1,151 @@
+"""`fastweights bench mt`: translation models with linear and softmax attention, training and decoding, side by side.
+
+Both are measured at the same source lengths in the same run, with random weights and tokens: neither the time of an
+update nor that of a token depends on what they are. Decoding is by steps of the model, a token for each sentence.
+
+    train_tokens_per_s   target tokens an update of Adam gets through, sources and targets of that length
+    encode_ms            reading a batch of sources
+    step_ms              one more token, with a source of that length and as long a target before it
+    sentences_per_s      sources of that length to translations of `NEW` tokens, from the reading on
+    state_bytes          what a sentence holds while it is decoded, with as long a target
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fastweights.benchmarks.record import write_record
+from fastweights.models.translation import TranslationModel
+from fastweights.models.translation_presets import PRESETS
+
+LENGTHS = (32, 512, 4096)
+ATTENTIONS = ("softmax", "linear")
+NEW = 32
+SEED = 0
+# Tokens of a training batch, and sentences decoded at once.
+SIZES = {"cpu": (4096, 4), "cuda": (16_384, 32)}
+WORDS = 1000
+
+
+class Case:
+    """One model at one length, and what is measured of it."""
+
+    def __init__(self, attention: str, length: int, preset: str, device: str, autocast: bool) -> None:
+        torch.manual_seed(SEED)
+        self.device, self.length, self.autocast = torch.device(device), length, autocast
+        self.model = TranslationModel(PRESETS[preset](attention, vocab_size=WORDS)).to(device)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5)
+        tokens, self.sentences = SIZES[self.device.type]
+        self.train_rows = max(1, tokens // length)
+        self.source = torch.randint(4, WORDS, (max(self.train_rows, self.sentences), length), device=device)
+
+    def precision(self) -> torch.autocast:
+        """bfloat16 in the matrix products where asked for."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
+
+    def update(self) -> None:
+        """One update on sources and targets of that length."""
+        rows = self.source[: self.train_rows]
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.precision():
+            losses, _ = self.model.loss(rows, None, rows, rows, 0.1)
+        losses.mean().backward()
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def encode(self) -> Any:
+        """Read the sources, down to the memories that the decoder keeps of them."""
+        self.model.eval()
+        rows = self.source[: self.sentences]
+        with self.precision():
+            return self.model.decode(rows[:, :1], self.model.encode(rows))[1]
+
+    @torch.no_grad()
+    def far(self) -> Any:
+        """The state after as long a target as the source."""
+        self.model.eval()
+        rows = self.source[: self.sentences]
+        with self.precision():
+            return self.model.decode(rows, self.model.encode(rows))[1]
+
+    @torch.no_grad()
+    def step(self, state: Any, count: int = 1) -> Any:
+        """`count` more tokens for every sentence."""
+        token = self.source[: self.sentences, 0]
+        with self.precision():
+            for _ in range(count):
+                log_p, state = self.model.step(token, state)
+                token = log_p.argmax(-1)
+        return state
+
+    def translate(self) -> None:
+        """Sources to `NEW` tokens each, greedily."""
+        self.step(self.encode(), NEW - 1)
+
+    def seconds(self, function: Callable[[], Any], repeats: int) -> float:
+        """Median time of a call, after one to warm up."""
+        function()
+        times = []
+        for _ in range(repeats):
+            self._wait()
+            start = time.perf_counter()
+            function()
+            self._wait()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure(attention: str, length: int, preset: str, device: str, autocast: bool, repeats: int) -> dict[str, Any]:
+    """The row of one model at one length."""
+    case = Case(attention, length, preset, device, autocast)
+    update = case.seconds(case.update, repeats)
+    case.optimizer.zero_grad(set_to_none=True)
+    far = case.far()
+    return {
+        "attention": attention,
+        "source_length": length,
+        "train_rows": case.train_rows,
+        "train_tokens_per_s": case.train_rows * length / update,
+        "sentences": case.sentences,
+        "encode_ms": 1e3 * case.seconds(case.encode, repeats),
+        "step_ms": 1e3 * case.seconds(lambda: case.step(far, 8), repeats) / 8,
+        "sentences_per_s": case.sentences / case.seconds(case.translate, repeats),
+        "state_bytes": far.nbytes // case.sentences,
+    }
+
+
+def run(out: Path | None, preset: str, device: str, precision: str, repeats: int) -> None:
+    """Measure both at every length, print the table, and write the JSON file if asked for."""
+    console, start, rows = Console(), time.perf_counter(), []
+    for length in LENGTHS:
+        for attention in ATTENTIONS:
+            console.print(f"measuring {attention} at source length {length}", style="dim")
+            try:
+                rows.append(measure(attention, length, preset, device, precision == "bf16", repeats))
+            except torch.OutOfMemoryError:
+                console.print(f"{attention} at source length {length} does not fit into memory")
+                rows.append({"attention": attention, "source_length": length, "out_of_memory": True})
+    for row in rows:
+        row |= {"preset": preset, "precision": precision, "new_tokens": NEW}
+    shown = ("train_tokens_per_s", "encode_ms", "step_ms", "sentences_per_s", "state_bytes")
+    table = Table("source length", "", *(name.replace("_", " ") for name in shown), title=f"{preset}, {precision}")
+    for row in rows:
+        values = [f"{row[name]:,.1f}" if name in row else "-" for name in shown]
+        table.add_row(str(row["source_length"]), row["attention"], *values)
+    console.print(table)
+    if out is not None:
+        write_record(out, "mt", device, SEED, start, rows)
+        console.print(f"written to {out}")

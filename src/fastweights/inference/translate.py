@@ -1,0 +1,110 @@
+"""Lines of text through a translation model: any number of them, in batches of like length, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastweights.data.parallel import EOS, PAD, Tokenizer
+from fastweights.inference.beam import Search, beam_search
+from fastweights.models.translation import TranslationModel
+
+BATCH = 64
+# Batches of lines that are sorted by length together when they come as a stream.
+WINDOW = 16
+
+Report = Callable[[int, int], None]
+
+
+class Translation(NamedTuple):
+    """A line as it was translated, with log p and the score that decided."""
+
+    text: str
+    log_prob: float
+    score: float
+
+
+def translate(
+    model: TranslationModel,
+    tokenizer: Tokenizer,
+    lines: Sequence[str],
+    *,
+    beam: int = 4,
+    length_penalty: float = 0.6,
+    batch: int = BATCH,
+    max_length: int | None = None,
+    device: str | torch.device | None = None,
+    report: Report = lambda done, total: None,
+) -> list[str]:
+    """The best translation of every line; an empty line stays empty. The model stays where it is without `device`."""
+    search = Search(beam=beam, length_penalty=length_penalty, max_length=max_length)
+    found = n_best(model, tokenizer, lines, search, batch=batch, device=device, report=report)
+    return [translations[0].text if translations else "" for translations in found]
+
+
+@torch.no_grad()
+def n_best(
+    model: TranslationModel,
+    tokenizer: Tokenizer,
+    lines: Sequence[str],
+    search: Search,
+    *,
+    batch: int = BATCH,
+    device: str | torch.device | None = None,
+    report: Report = lambda done, total: None,
+) -> list[list[Translation]]:
+    """The n best translations of every line, best first, none for an empty one.
+
+    Lines of like length are searched together, the longest first, `batch` at a time; `report` is told how many are done
+    of how many.
+    """
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1 line, got {batch}")
+    device = model.embedding.weight.device if device is None else torch.device(device)
+    training = model.training
+    model.to(device).eval()
+    results: list[list[Translation]] = [[] for _ in lines]
+    wanted = [i for i, line in enumerate(lines) if line.strip()]
+    rows = dict(zip(wanted, tokenizer.encode([lines[i] for i in wanted]), strict=True))
+    wanted.sort(key=lambda i: -len(rows[i]))
+    try:
+        for start in range(0, len(wanted), batch):
+            numbers = wanted[start : start + batch]
+            source, mask = pad_sources([rows[i] for i in numbers])
+            found = beam_search(model, source.to(device), mask.to(device), search)
+            texts = iter(tokenizer.decode([h.tokens for hypotheses in found for h in hypotheses]))
+            for i, hypotheses in zip(numbers, found, strict=True):
+                # A line stays a line, whatever an untrained model writes.
+                results[i] = [Translation(next(texts).replace("\n", " "), h.log_prob, h.score) for h in hypotheses]
+            report(start + len(numbers), len(wanted))
+    finally:
+        model.train(training)
+    return results
+
+
+def stream(
+    model: TranslationModel,
+    tokenizer: Tokenizer,
+    lines: Iterable[str],
+    search: Search,
+    *,
+    batch: int = BATCH,
+    window: int | None = None,
+    device: str | torch.device | None = None,
+) -> Iterator[list[Translation]]:
+    """As `n_best` for lines without end, in their order: `window` at a time, or so many that lengths can be sorted."""
+    source = iter(lines)
+    while read := list(islice(source, window or WINDOW * batch)):
+        yield from n_best(model, tokenizer, read, search, batch=batch, device=device)
+
+
+def pad_sources(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Sentences with their ends as one tensor (B, S), padded on the right, and where its tokens are (B, S)."""
+    lengths = torch.tensor([len(row) + 1 for row in rows])
+    longest = int(lengths.max())
+    source = torch.tensor([[*row, EOS, *[PAD] * (longest - len(row) - 1)] for row in rows], dtype=torch.int64)
+    return source, torch.arange(longest) < lengths.unsqueeze(1)

@@ -1,0 +1,305 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Triton kernels of the adaptive softmax: no logits in memory, no word from the host.
+
+N tokens sorted by target, so that those of a cluster stand together; S softmaxes, the head's first. All their weights
+are the rows of one matrix, the head's words, then the clusters' vectors, then all other words: each softmax is a range
+of tokens and a range of rows. How many tokens a cluster has is known on the device alone.
+
+A softmax over few tokens and many rows is split into parts of its rows, which `finish` puts together. Logits are in
+base 2, where the hardware has its exponential.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def multiply(x, y, PRECISION: tl.constexpr):
+    return tl.dot(x, y, input_precision=PRECISION)
+
+
+@triton.jit
+def load_rows(x, first, stop, COUNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """COUNT rows of a (·, D) matrix, zero from row `stop` on. What differs from call to call is one address."""
+    rows = tl.arange(0, COUNT)[:, None]
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    there = rows < stop - first
+    if BLOCK_D != D:
+        there &= columns < D
+    return tl.load(x + first * D + (rows * D + columns), there, 0.0)
+
+
+@triton.jit
+def tokens_of(s, N, starts):
+    """First token of softmax s, and the end: the head has all, a cluster those whose target it holds."""
+    first = tl.zeros((), tl.int32)
+    stop = first + N
+    if s > 0:
+        first = tl.load(starts + s - 1).to(tl.int32)
+        stop = tl.load(starts + s).to(tl.int32)
+    return first, stop
+
+
+@triton.jit
+def parts_of(s, N, starts, rows, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr):
+    """Tiles of tokens of softmax s, in how many parts of its rows, and how many rows a part has."""
+    first, stop = tokens_of(s, N, starts)
+    size = tl.load(rows + s + 1) - tl.load(rows + s)
+    tiles = tl.cdiv(stop - first, TILE)
+    wanted = tl.minimum(tl.maximum(PARTS // tl.maximum(tiles, 1), 1), tl.cdiv(size, LEAST))
+    width = tl.cdiv(tl.cdiv(size, wanted), STEP) * STEP
+    return tiles, tl.cdiv(size, width), width
+
+
+@triton.jit
+def arrange(
+    hidden,  # (N, D)
+    order,  # (N,) tokens by rising target
+    words,  # (N,) their targets
+    cutoffs,  # (S,) where the clusters begin, and V
+    sorted_hidden,  # (N, D)
+    entries,  # (2, N) the target's row in the head, and in its cluster
+    N,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Bring the tokens into order and say which rows they want."""
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    here = rows < N
+    source = tl.load(order + rows, here, 0)
+    word = tl.load(words + rows, here, 0).to(tl.int32)
+    columns = tl.arange(0, BLOCK_D)
+    there = here[:, None] & (columns[None, :] < D)
+    tile = tl.load(hidden + source[:, None] * D + columns[None, :], there, 0.0)
+    tl.store(sorted_hidden + rows[:, None].to(tl.int64) * D + columns[None, :], tile, there)
+    head = tl.load(cutoffs).to(tl.int32)
+    last = tl.load(cutoffs + S - 1).to(tl.int32) - 1
+    # What is no word stays inside the matrix; `finish` makes its loss NaN.
+    word = tl.minimum(tl.maximum(word, 0), last)
+    entry = word
+    for s in tl.static_range(1, S):
+        entry = tl.where(word >= tl.load(cutoffs + s - 1), head + s - 1, entry)
+    tl.store(entries + rows, entry, here)
+    tl.store(entries + N + rows, word + (S - 1), here)
+
+
+@triton.jit
+def partial_softmax(
+    x,  # (N, D) sorted
+    weight,  # (V + S - 1, D)
+    bias,  # (V + S - 1,)
+    starts,  # (S,) first token of each cluster, and the first that has no word
+    rows,  # (S + 1,) first row of each softmax, and the end
+    totals,  # (slots, TILE) log-sum-exps, in base 2
+    means,  # (slots, TILE, D) the rows, averaged by their probability
+    N,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEAST: tl.constexpr,
+    KEEP: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of tokens against a part of the rows of its softmax: one slot of `totals` and, with KEEP, of `means`."""
+    slot = tl.program_id(0)
+    s = tl.zeros((), tl.int32)
+    left = slot
+    tiles, parts, width = parts_of(s, N, starts, rows, TILE, STEP, PARTS, LEAST)
+    while (s < S - 1) & (left >= tiles * parts):
+        left -= tiles * parts
+        s += 1
+        tiles, parts, width = parts_of(s, N, starts, rows, TILE, STEP, PARTS, LEAST)
+    if left < tiles * parts:
+        first, stop = tokens_of(s, N, starts)
+        begin = tl.load(rows + s) + left % parts * width
+        end = tl.minimum(begin + width, tl.load(rows + s + 1))
+        inside = tl.arange(0, TILE)
+        tile = load_rows(x, first + left // parts * TILE, stop, TILE, D, BLOCK_D)
+        top = tl.full((TILE,), float("-inf"), ACC)
+        total = tl.zeros((TILE,), ACC)
+        mean = tl.zeros((TILE, BLOCK_D), ACC)
+        for row in range(begin, end, STEP):
+            words = row + tl.arange(0, STEP)
+            w = load_rows(weight, row, end, STEP, D, BLOCK_D)
+            b = tl.load(bias + words, words < end, float("-inf")).to(ACC) * LOG2E
+            logits = multiply(tile, tl.trans(w), PRECISION) * LOG2E + b[None, :]
+            higher = tl.maximum(top, tl.max(logits, 1))
+            p = tl.exp2(logits - higher[:, None])
+            shrink = tl.exp2(top - higher)
+            total = total * shrink + tl.sum(p, 1)
+            if KEEP:
+                mean = mean * shrink[:, None] + multiply(p.to(w.dtype), w, PRECISION)
+            top = higher
+        at = slot.to(tl.int64) * TILE + inside
+        tl.store(totals + at, top + tl.log2(total))
+        if KEEP:
+            columns = tl.arange(0, BLOCK_D)
+            mean = mean / total[:, None]
+            tl.store(
+                means + slot.to(tl.int64) * TILE * D + (inside[:, None] * D + columns[None, :]),
+                mean.to(means.dtype.element_ty),
+                columns[None, :] < D,
+            )
+
+
+@triton.jit
+def finish(
+    x,  # (N, D) sorted
+    weight,
+    bias,
+    order,
+    words,
+    entries,
+    starts,
+    rows,
+    partial_totals,
+    partial_means,
+    nll,  # (N,) in the order of the caller
+    slope,  # (N, D) gradient of the nll by the hidden vector, in the order of the caller
+    totals,  # (2, N) log-sum-exps of head and cluster in base 2, sorted
+    N,
+    V,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEAST: tl.constexpr,
+    KEEP: tl.constexpr,
+    ACC: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Put the parts of one token together: nll = log sum exp - the target's logit, slope = mean row - target's row."""
+    token = tl.program_id(0)
+    columns = tl.arange(0, BLOCK_D)
+    inside = columns < D
+    own = tl.load(x + token.to(tl.int64) * D + columns, inside, 0.0).to(ACC)
+    loss = tl.zeros((), ACC)
+    gradient = tl.zeros((BLOCK_D,), ACC)
+    base = tl.zeros((), tl.int32)
+    for s in range(S):
+        first, stop = tokens_of(s, N, starts)
+        tiles, parts, _ = parts_of(s, N, starts, rows, TILE, STEP, PARTS, LEAST)
+        if (token >= first) & (token < stop):
+            slot = base + (token - first) // TILE * parts
+            top = tl.full((), float("-inf"), ACC)
+            total = tl.zeros((), ACC)
+            mean = tl.zeros((BLOCK_D,), ACC)
+            for start in range(0, parts, CHUNK):
+                part = start + tl.arange(0, CHUNK)
+                at = (slot + part).to(tl.int64) * TILE + (token - first) % TILE
+                logarithm = tl.load(partial_totals + at, part < parts, float("-inf"))
+                higher = tl.maximum(top, tl.max(logarithm, 0))
+                share = tl.exp2(logarithm - higher)
+                shrink = tl.exp2(top - higher)
+                total = total * shrink + tl.sum(share, 0)
+                if KEEP:
+                    there = (part < parts)[:, None] & inside[None, :]
+                    some = tl.load(partial_means + at[:, None] * D + columns[None, :], there, 0.0).to(ACC)
+                    mean = mean * shrink + tl.sum(share[:, None] * some, 0)
+                top = higher
+            top += tl.log2(total)
+            level = tl.minimum(s, 1)
+            tl.store(totals + level * N + token, top)
+            entry = tl.load(entries + level * N + token)
+            w = tl.load(weight + entry.to(tl.int64) * D + columns, inside, 0.0).to(ACC)
+            loss += top * LN2 - tl.sum(own * w, 0) - tl.load(bias + entry).to(ACC)
+            gradient += mean / total - w
+        base += tiles * parts
+    word = tl.load(words + token)
+    loss = tl.where((word >= 0) & (word < V), loss, float("nan"))
+    to = tl.load(order + token).to(tl.int64)
+    tl.store(nll + to, loss)
+    if KEEP:
+        tl.store(slope + to * D + columns, gradient.to(slope.dtype.element_ty), inside)
+
+
+@triton.jit
+def weight_gradient(
+    x,  # (N, D) sorted
+    weight,
+    bias,
+    entries,
+    starts,
+    rows,
+    totals,  # (2, N) in base 2
+    grad,  # (N,) sorted
+    d_head,  # (PARTS, rows of the head, D) one for each part of the tokens
+    d_head_bias,  # (PARTS, rows of the head)
+    d_weight,  # (V, D), of which the head's words are left out
+    d_bias,  # (V,)
+    N,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    PARTS: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """TILE rows of one softmax over its tokens, STEP at a time: sum of grad (p - 1[target]) x.
+
+    The head has few rows and all the tokens, so that these are split into parts; the clusters come after it.
+    """
+    program = tl.program_id(0)
+    begin = tl.load(rows)
+    end = tl.load(rows + 1)
+    size = end
+    s = tl.zeros((), tl.int32)
+    tile = program // PARTS
+    part = program % PARTS
+    if tile >= tl.cdiv(size, TILE):
+        tile = program - tl.cdiv(size, TILE) * PARTS
+        s += 1
+        begin = end
+        end = tl.load(rows + 2)
+        while tile >= tl.cdiv(end - begin, TILE):
+            tile -= tl.cdiv(end - begin, TILE)
+            s += 1
+            begin = end
+            end = tl.load(rows + s + 1)
+    first, stop = tokens_of(s, N, starts)
+    if s == 0:
+        share = tl.cdiv(tl.cdiv(N, PARTS), STEP) * STEP
+        first = part * share
+        stop = tl.minimum(first + share, N)
+    level = tl.minimum(s, 1) * N
+    begin += tile * TILE
+    own = begin + tl.arange(0, TILE)
+    w = load_rows(weight, begin, end, TILE, D, BLOCK_D)
+    b = tl.load(bias + own, own < end, float("-inf")).to(ACC) * LOG2E
+    d_w = tl.zeros((TILE, BLOCK_D), ACC)
+    d_b = tl.zeros((TILE,), ACC)
+    for start in range(first, stop, STEP):
+        tokens = start + tl.arange(0, STEP)
+        here = tokens < stop
+        t = load_rows(x, start, stop, STEP, D, BLOCK_D)
+        total = tl.load(totals + level + tokens, here, float("inf"))
+        entry = tl.load(entries + level + tokens, here, -1)
+        g = tl.load(grad + tokens, here, 0.0).to(ACC)
+        p = tl.exp2(multiply(w, tl.trans(t), PRECISION) * LOG2E + (b[:, None] - total[None, :]))
+        p = tl.where(own[:, None] == entry[None, :], p - 1.0, p) * g[None, :]
+        d_b += tl.sum(p, 1)
+        d_w += multiply(p.to(t.dtype), t, PRECISION)
+    columns = tl.arange(0, BLOCK_D)
+    mine = (own < end)[:, None] & (columns[None, :] < D)
+    if s == 0:
+        to = part * size + own
+        tl.store(d_head + to[:, None] * D + columns[None, :], d_w, mine)
+        tl.store(d_head_bias + to, d_b, own < end)
+    else:
+        # Behind the clusters' vectors, words have moved by as many rows.
+        to = own - (S - 1)
+        tl.store(d_weight + to[:, None] * D + columns[None, :], d_w.to(d_weight.dtype.element_ty), mine)
+        tl.store(d_bias + to, d_b.to(d_bias.dtype.element_ty), own < end)

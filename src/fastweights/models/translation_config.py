@@ -1,0 +1,138 @@
+"""What a translation model is made of: sizes, and the attention in each of its three positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from fastweights.feature_maps import feature_map
+from fastweights.layers.checks import check_dropout, head_size
+from fastweights.layers.fast_weight import NORMALIZATIONS
+from fastweights.ops.rules import RULES
+from fastweights.ops.tables import look_up
+
+# The rows of Table 1: name -> feature map, None for softmax.
+ATTENTIONS: dict[str, str | None] = {"softmax": None, "linear": "elu", "performer": "favor", "dpfp": "dpfp"}
+POSITIONS = ("encoder", "decoder", "cross")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranslationModelConfig:
+    """An encoder-decoder of Vaswani et al.; `models.translation_presets` has the paper's. Idle fields are refused.
+
+    Attributes:
+        vocab_size: number of sub-words, one vocabulary and one matrix for source, target and softmax.
+        d_model, n_heads, d_ff: sizes; a head has d_model / n_heads.
+        encoder_layers, decoder_layers: how many.
+        encoder, decoder, cross: the attention of the encoder, of the decoder to its past, and of the decoder to the
+            source: "softmax", "linear" (ELU + 1), "performer" (FAVOR+) or "dpfp".
+        features: performer: its number m of random features; 4 d_head if None, the paper's 256.
+        nu: dpfp: its ν; 2 if None.
+        redraw: performer: draw new features for each batch of training.
+        rule: of the decoder's fast weights. The paper has "sum"; the encoder and the source are read as a whole, where
+            there is no order in which a rule could correct.
+        normalization: of the decoder's fast weights, see `FastWeightAttention`; the others have attention
+            normalisation.
+        dropout: on the embeddings and after every sublayer.
+        inner_dropout: within the feed-forward layers.
+        attention_dropout: on the weights of softmax attention.
+        norm: LayerNorm "post" each residual sum as Vaswani et al., or "pre" each sublayer and once at the end.
+    """
+
+    vocab_size: int
+    d_model: int = 1024
+    n_heads: int = 16
+    d_ff: int = 4096
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    encoder: str = "softmax"
+    decoder: str = "softmax"
+    cross: str = "softmax"
+    features: int | None = None
+    nu: int | None = None
+    redraw: bool = True
+    rule: str = "sum"
+    normalization: str = "attention"
+    dropout: float = 0.1
+    inner_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    norm: str = "post"
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "n_heads", "d_ff", "encoder_layers", "decoder_layers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        names: dict[str, tuple[str, ...]] = {name: tuple(ATTENTIONS) for name in POSITIONS}
+        names |= {"rule": tuple(RULES), "normalization": tuple(NORMALIZATIONS), "norm": ("post", "pre")}
+        for name, known in names.items():
+            look_up(dict.fromkeys(known), getattr(self, name), name)
+        head_size(self.d_model, self.n_heads, None)
+        if self.d_model % 2:
+            raise ValueError(f"d_model must be even for its sinusoidal positions, got {self.d_model}")
+        for name in ("dropout", "inner_dropout", "attention_dropout"):
+            try:
+                check_dropout(getattr(self, name))
+            except (ValueError, TypeError) as error:
+                raise type(error)(f"{name}: {error}") from None
+        self._refuse_idle()
+        for attention in self.attentions:
+            self.d_dot(attention)
+
+    @property
+    def attentions(self) -> tuple[str, str, str]:
+        """Those of encoder, decoder and cross position."""
+        return self.encoder, self.decoder, self.cross
+
+    @property
+    def d_head(self) -> int:
+        """Size of a head's queries, keys and values: the paper's d_key."""
+        return self.d_model // self.n_heads
+
+    def map_options(self, attention: str) -> dict[str, Any]:
+        """Options of the feature map of that attention.
+
+        The kernel that FAVOR+ estimates is that of softmax attention, exp(q·k / sqrt(d_head)).
+        """
+        if attention == "performer":
+            m = 4 * self.d_head if self.features is None else self.features
+            return {"m": m, "orthogonal": True, "scale": True, "redraw": self.redraw}
+        return {"nu": 2 if self.nu is None else self.nu} if attention == "dpfp" else {}
+
+    def d_dot(self, attention: str) -> int:
+        """Size of mapped keys and queries, App. E: d_head, 2 m for the performer, 2 ν d_head for DPFP."""
+        phi = look_up(ATTENTIONS, attention, "attention")
+        return self.d_head if phi is None else feature_map(phi, self.d_head, **self.map_options(attention)).dim
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """What `to_dict` gave; fields left out take their default."""
+        for name in values:
+            look_up({f.name: f for f in fields(cls)}, name, "field of TranslationModelConfig")
+        if "vocab_size" not in values:
+            raise ValueError(f"vocab_size is missing; got {', '.join(values) or 'nothing'}")
+        return cls(**values)
+
+    def _refuse_idle(self) -> None:
+        """Fields that do nothing here must be as they are by default."""
+        used = {
+            "features": ("performer" in self.attentions, "performer attention"),
+            "redraw": ("performer" in self.attentions, "performer attention"),
+            "nu": ("dpfp" in self.attentions, "dpfp attention"),
+            "rule": (self.decoder != "softmax", "fast weights in the decoder"),
+            "normalization": (self.decoder != "softmax", "fast weights in the decoder"),
+            "attention_dropout": ("softmax" in self.attentions, "softmax attention"),
+        }
+        defaults = {f.name: f.default for f in fields(self)}
+        for name, (needed, where) in used.items():
+            value = getattr(self, name)
+            if not needed and value != defaults[name]:
+                raise ValueError(
+                    f"{name} = {value!r} is for {where}, and this model has {', '.join(self.attentions)} attention in "
+                    "encoder, decoder and cross position; leave it out"
+                )

@@ -1,0 +1,56 @@
+"""Results of the language-model tables, made up."""
+
+from fastweights.experiments import EXPERIMENTS
+from fastweights.experiments.base import Record, Results
+
+CORPORA = {
+    "smoke": {"name": "Python's documentation", "words": 5693, "fingerprint": "a"},
+    "paper": {"name": "WikiText-103", "words": 267_735, "fingerprint": "b"},
+}
+
+
+def given(name, scale, **settings):
+    if name == "speed":
+        return {"set": settings, "device": "cpu"}
+    words = {"words": 33_278} if name == "wikitext2" and scale == "paper" else {}
+    return {"corpus": CORPORA["smoke" if scale in ("smoke", "small") else "paper"] | words, "set": settings}
+
+
+def cells(name, scale="paper", **settings):
+    return EXPERIMENTS[name].cells(scale, None, given(name, scale, **settings))
+
+
+def record(cell, metrics):
+    return Record(
+        metrics=metrics,
+        wall_s=1.0,
+        config=cell.config,
+        paper=cell.paper,
+        commit="abc",
+        hardware="a CPU",
+        versions={"torch": "2"},
+    )
+
+
+def metrics(valid, test, **more):
+    """Of a trained model; None where it diverged."""
+    curve = {"curve": [[10, 6.0], [20, 5.0]], "last_loss": 5.0, "best_loss": 5.0, "steps": 20}
+    if valid is None:
+        return {**curve, "diverged_at": 20}
+    scores = {"valid": {"loss": 3.0, "ppl": valid, "tokens": 9}, "test": {"loss": 3.0, "ppl": test, "tokens": 9}}
+    return {**curve, **scores, "parameters": 1_000_000, "state_size": 131_072, "evaluations": [], **more}
+
+
+def results(name, perplexities, scale="paper", more=None):
+    """Results from {model: (valid, test)} at every size, or {(model, size): ...}."""
+    found = []
+    for cell in cells(name, scale):
+        model, size = cell.config["model"], cell.config["size"]
+        pair = perplexities.get((model, size), perplexities.get(model))
+        if pair is not None:
+            found.append(record(cell, metrics(*pair, **(more or {}).get(model, {}))))
+    return Results(found)
+
+
+def verdicts(name, found):
+    return [claim.holds for claim in EXPERIMENTS[name].claims(found)]

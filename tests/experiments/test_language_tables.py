@@ -1,0 +1,248 @@
+"""The language-model tables: their cells at the paper's scale, and their claims on made-up results."""
+
+import json
+
+import pytest
+
+from fastweights.experiments import EXPERIMENTS, speed, table2, table3, table4, table5
+from fastweights.experiments.base import Results
+from fastweights.experiments.perplexity import best_of
+from fastweights.experiments.store import Store
+from fastweights.report.figures import STYLES, draw
+from tests.experiments.language_fakes import cells, given, metrics, record, results, verdicts
+
+TABLES = ("table2", "table3", "table4", "table5", "wikitext2", "speed")
+
+
+def by_model(name, scale="paper"):
+    return {(cell.config["model"], cell.config["size"]): cell for cell in cells(name, scale)}
+
+
+def test_equal_cells_of_several_tables_are_one():
+    two, three, four, five = (by_model(name) for name in ("table2", "table3", "table4", "table5"))
+    assert three["delta", 256].slug == two["delta", 256].slug
+    assert four["linear", 256].slug == two["linear", 256].slug
+    assert four["delta-nopos", 256].slug == three["delta-nopos", 256].slug
+    assert five["transformer", 128].slug == two["transformer", 128].slug
+    slugs = {cell.slug for name in TABLES[:4] for cell in cells(name)}
+    assert len(slugs) == 10 + 3 + 4 + 4
+    small = {cell.slug for name in TABLES[:4] for cell in cells(name, "small")}
+    assert {cell.slug for cell in cells("wikitext2", "small")} <= small
+
+
+def test_the_paper_scale_is_the_papers():
+    for cell in (cell for name in TABLES[:4] for cell in cells(name)):
+        config = cell.config
+        size, model = config["size"], config["model"]
+        assert config["network"]["n_layers"] == 16 and config["network"]["vocab_size"] == 267_735
+        assert (config["segment"], config["batch_size"]) == {128: (256, 96), 256: (384, 56)}[size]
+        assert config["steps"] == (200_000 if model == "xl" else {128: 500_000, 256: 400_000}[size])
+        assert config["training"]["first_step_full"] is False and config["training"]["precision"] == "32-true"
+        assert config["seed"] == config["training"]["seed"] == 1111
+        carried = model == "xl" or "carried" in model
+        expected = [{"name": "carried", "batch": 1}] if carried else [{"name": "sliding", "stride": 1}]
+        if model == "xl":
+            expected = [
+                {**expected[0], "mem_len": memory, "segment": segment}
+                for memory, segment in ((15, 1), (64, 64), (128, 128), (384, 384))
+            ]
+        assert config["evaluations"] == expected
+    assert all(cell.config["training"]["first_step_full"] for cell in cells("table2", "code"))
+
+
+def test_the_models_are_the_papers():
+    networks = {place: cell.config["network"] for name in TABLES[:4] for place, cell in by_model(name).items()}
+    assert networks["performer", 128]["feature_map_options"]["m"] == 8
+    assert networks["performer", 256]["feature_map_options"]["m"] == 16
+    assert networks["performer-wide", 128]["feature_map_options"]["m"] == 16
+    assert networks["dpfp-1-delta", 128]["feature_map_options"]["nu"] == 1
+    rules = {model: network["rule"] for (model, _), network in networks.items() if network["mixer"] == "fast_weight"}
+    assert all((rule == "delta") == ("delta" in model) for model, rule in rules.items())
+    positions = {model: network["positions"] for (model, _), network in networks.items()}
+    assert {model for model, kind in positions.items() if kind == "none"} == {
+        "delta-nopos", "delta-nopos-norm", "delta-carried", "linear-carried", "linear-carried-nonorm", "xl"
+    }  # fmt: skip
+    norms = {model: networks[model, 256]["normalization"] for model in ("delta", "delta-norm", "delta-nopos-norm")}
+    assert norms == {"delta": "sum", "delta-norm": "both", "delta-nopos-norm": "both"}
+    assert networks["linear-carried-nonorm", 256]["normalization"] == "none"
+
+
+def test_settings_are_part_of_a_cell():
+    plain, changed = cells("table3"), cells("table3", precision="bf16-mixed")
+    assert all(cell.config["training"]["precision"] == "bf16-mixed" for cell in changed)
+    assert not {cell.slug for cell in plain} & {cell.slug for cell in changed}
+    table = EXPERIMENTS["table3"]
+    assert all(table.own(record(cell, metrics(1.0, 1.0))).slug == cell.slug for cell in changed)
+    refused = (({"seed": 3}, "--seeds"), ({"stepps": 3}, "did you mean 'steps'"), ({"mixer": "xl"}, "its own option"))
+    for settings, message in refused:
+        with pytest.raises(ValueError, match=message):
+            cells("table3", **settings)
+
+
+def test_documents_are_part_of_a_cell():
+    assert all("documents" not in cell.config for cell in cells("table4", "smoke"))
+    context = given("table4", "smoke", documents="paragraphs")
+    cell = EXPERIMENTS["table4"].cell("smoke", "delta-carried", 16, 1111, context)
+    assert cell.config["documents"] == "paragraphs"
+
+
+def test_a_record_of_another_kind_is_not_owned():
+    cell = cells("table2")[0]
+    without = {name: value for name, value in cell.config.items() if name != "corpus"}
+    assert EXPERIMENTS["table2"].own(record(type(cell)(without), {})) is None
+    unknown = {**cell.config, "set": {"no_such_field": 1}}
+    assert EXPERIMENTS["table2"].own(record(type(cell)(unknown), {})) is None
+
+
+def test_results_of_two_corpora_stay_apart(tmp_path):
+    table, store = EXPERIMENTS["table2"], Store(tmp_path)
+    ours = given("table2", "smoke")
+    other = {**ours, "corpus": {**ours["corpus"], "name": "another", "fingerprint": "z"}}
+    for number, context in enumerate((ours, other)):
+        for cell in table.cells("smoke", None, context)[number:]:
+            store.save("table2", record(cell, metrics(10.0 + number, 11.0)))
+    for context, count in ((other, 4), (ours, 5)):
+        store.assemble(table, "smoke", context)
+        content = json.loads((tmp_path / "table2" / "results.json").read_text())
+        assert content["given"] == context and len(content["cells"]) == count
+        # Drawing what there is, as `report` does, keeps to the corpus that was run last.
+        store.assemble(table, "smoke")
+        assert json.loads((tmp_path / "table2" / "results.json").read_text()) == content
+        assert store.current(table)[1] == store.of(table, "smoke", context)
+    (tmp_path / "table2" / "results.json").unlink()
+    assert len(store.of(table, "smoke")) == 5, "the corpus of most cells"
+
+
+def test_claims_of_table_2():
+    for size, row in table2.PAPER.items():
+        assert all(row[f"{name}delta"] < row[other] for name, other in (("", "linear"), ("performer-", "performer")))
+        assert row["transformer"] == min(row.values()), size
+    paper = {(model, size): pair for size, row in table2.PAPER.items() for model, pair in row.items()}
+    assert verdicts("table2", results("table2", paper)) == [True, True, True]
+    worse = {**paper, ("delta", 256): (29.7, 33.1), ("performer-delta", 128): (None, None)}
+    assert verdicts("table2", results("table2", worse)) == [False, False, True], "worse on one text, diverged"
+    assert verdicts("table2", results("table2", {**paper, ("performer", 128): (33.0, 30.0)}))[2] is False
+    part = {place: pair for place, pair in paper.items() if place != ("linear", 256)}
+    assert verdicts("table2", results("table2", part)) == [None, True, None]
+
+
+def test_claims_of_table_3():
+    assert verdicts("table3", results("table3", table3.PAPER)) == [True, True, True]
+    assert verdicts("table3", results("table3", {**table3.PAPER, "delta": (28.0, 30.0)})) == [False, True, False]
+    assert verdicts("table3", results("table3", {**table3.PAPER, "delta-norm": (28.2, 31.2)})) == [True, False, False]
+    only = {"delta": (2.0, 2.0), "delta-norm": (3.0, 3.0)}
+    assert verdicts("table3", results("table3", only)) == [None, None, None]
+
+
+XL = [
+    {"mem_len": memory, "state_size": 8192 * (memory + segment), "valid": {"ppl": pair[0]}, "test": {"ppl": pair[1]}}
+    for (memory, pair), segment in zip(table4.PAPER_XL.items(), (1, 64, 128, 384), strict=True)
+]
+TABLE4 = {**table4.PAPER, **table4.LIMITED, "linear-carried": (261.0, 270.0), "linear-carried-nonorm": (1601.0, 1700.0)}
+
+
+def test_claims_of_table_4():
+    more = {"xl": {"evaluations": XL}}
+    found = results("table4", TABLE4, more=more)
+    assert verdicts("table4", found) == [True] * 5
+    assert "16 times" in EXPERIMENTS["table4"].claims(found)[4].ours
+    bad = {"linear-carried": (40.0, 41.0), "linear-carried-nonorm": (30.0, 30.0), "delta-carried": (90.0, 91.0)}
+    assert verdicts("table4", results("table4", {**TABLE4, **bad}, more=more)) == [False] * 5
+    diverged = {"linear-carried": (None, None), "linear-carried-nonorm": (None, None)}
+    assert verdicts("table4", results("table4", {**TABLE4, **diverged}, more=more))[:2] == [True, False]
+    best = results("table4", {**TABLE4, "delta-carried": (20.0, 20.0)}, more=more)
+    assert EXPERIMENTS["table4"].claims(best)[4].ours == "more than 48 times, the most that was tried"
+    assert (
+        verdicts("table4", results("table4", {"delta-carried": (None, None), "xl": (2.0, 2.0)}, more=more))
+        == [None] * 5
+    )
+
+
+def test_table_4_shows_every_memory():
+    found = results("table4", {**TABLE4, "linear-carried-nonorm": (None, None)}, more={"xl": {"evaluations": XL}})
+    rows = {row[0]: row for row in table4.table(found).rows}
+    assert rows["Transformer-XL, memory 15"][2:] == ("0.131 M", "65.7", "65.5", "65.7", "65.5")
+    assert rows["Transformer-XL, memory 384"][2:] == ("6.29 M", "24.6", "25.5", "24.6", "25.5")
+    assert rows["Linear Transformer, no attention norm."][3:] == ("diverged", "diverged", "> 1600", "> 1600")
+    small = {row[0]: row for row in table4.table(results("table4", TABLE4, "small", {"xl": {"evaluations": XL}})).rows}
+    assert small["Delta Network"][-2:] == ("27.8 (D = 256)", "29.4 (D = 256)"), "the paper has no such small model"
+    assert small["Transformer-XL, memory 15"][-1] == "65.5 (memory 15)"
+
+
+def test_table_2_shows_the_papers_numbers_of_the_same_size():
+    paper = {(model, size): pair for size, row in table2.PAPER.items() for model, pair in row.items()}
+    rows = {row[:2]: row for row in EXPERIMENTS["table2"].table(results("table2", paper)).rows}
+    assert rows["Delta Network", "128"][2:4] == rows["Delta Network", "128"][5:] == ("34.1", "35.5")
+    assert rows["Delta Network", "256"][2:4] == rows["Delta Network", "256"][5:] == ("29.7", "31.5")
+    (row,) = EXPERIMENTS["table2"].table(results("table2", {"delta": (9.0, 9.0)}, "small")).rows
+    assert row[5:] == ("34.1 (D = 128)", "35.5 (D = 128)")
+
+
+def test_claims_of_table_5():
+    assert verdicts("table5", results("table5", table5.PAPER)) == [True, True, True]
+    less = {**table5.PAPER, "dpfp-1": (34.0, 35.1)}
+    assert verdicts("table5", results("table5", less)) == [True, True, False]
+    worse = {**table5.PAPER, "dpfp-1-delta": (40.0, 41.0)}
+    assert verdicts("table5", results("table5", worse)) == [True, False, False]
+    part = {name: table5.PAPER[name] for name in ("performer-wide", "performer-wide-delta")}
+    assert verdicts("table5", results("table5", part)) == [True, None, None]
+
+
+def test_claims_of_wikitext_2():
+    good = {"transformer": (80.0, 75.0), "linear": (99.0, 91.0), "delta": (90.0, 85.0), "dpfp-1-delta": (88.0, 84.0)}
+    assert verdicts("wikitext2", results("wikitext2", good)) == [True] * 3
+    bad = {"transformer": (89.0, 85.0), "linear": (89.0, 91.0), "delta": (90.0, 85.0), "dpfp-1-delta": (91.0, 84.0)}
+    assert verdicts("wikitext2", results("wikitext2", bad)) == [False] * 3
+
+
+def test_claims_of_speed():
+    def found(**speeds):
+        values = {"transformer": 33, "linear": 66, "delta": 63} | speeds
+        memory = {"transformer": 17, "linear": 13, "delta": 14}
+        taken = {cell.config["model"]: cell for cell in cells("speed")}
+        return Results(
+            [
+                record(taken[model], {"words_per_s": 1e3 * value, "memory_bytes": memory[model] * 2**30})
+                for model, value in values.items()
+            ]
+        )
+
+    assert verdicts("speed", found()) == [True, True]
+    assert verdicts("speed", found(delta=50)) == [False, True]
+    assert verdicts("speed", found(transformer=64)) == [True, False]
+    assert {claim.holds for claim in EXPERIMENTS["speed"].judge("small", found())} == {None}, (
+        "this machine is not theirs"
+    )
+    assert speed.SCALES["paper"].decides
+
+
+def test_close_calls_after_a_short_training_are_undecided():
+    for scale, close, apart in (("small", None, False), ("paper", False, False)):
+        for other, expected in ((100.0, close), (90.0, apart)):
+            pairs = {"delta": (100.5, 100.5), "linear": (other, 110.0), "performer": (9.0, 9.0)}
+            assert verdicts("table2", results("table2", pairs, scale))[0] is expected
+    assert verdicts("table2", results("table2", {"delta": (9.0, 9.0), "linear": (9.5, 9.5)}, "small"))[0] is True
+    gains = {"dpfp-1": (90.0, 90.0), "dpfp-1-delta": (88.0, 88.0), "performer-wide": (92.0, 92.0)}
+    close = results("table5", {**gains, "performer-wide-delta": (90.5, 90.5)}, "small")
+    assert verdicts("table5", close) == [True, True, None]
+    assert verdicts("table5", results("table5", {**gains, "performer-wide-delta": (95.0, 95.0)}, "small"))[2] is True
+    diverged = results("table5", {**gains, "performer-wide-delta": (None, None)}, "small")
+    assert verdicts("table5", diverged) == [False, True, None]
+
+
+def test_a_tie_is_not_a_win():
+    tied = results("table3", {"delta": (2.0, 2.0), "delta-nopos": (2.0, 1.0)})
+    assert best_of(tied, "delta-nopos", ["delta"], "", "").holds is False
+
+
+@pytest.mark.parametrize("name", TABLES[:5])
+def test_plots_and_tables(name):
+    experiment = EXPERIMENTS[name]
+    found = results(name, dict.fromkeys(experiment.models, (10.0, 1234.5)), more={"xl": {"evaluations": XL}})
+    svg = draw(experiment, found)["svg"]
+    assert svg == draw(experiment, found)["svg"] and b"</svg>" in svg
+    table = experiment.table(found)
+    assert all(len(row) == len(table.header) for row in table.rows) and "1,234" in table.rows[0]
+    styles = [STYLES[model] for model in experiment.models]
+    assert len({(style.colour, style.marker) for style in styles}) == len(styles)
+    assert draw(experiment, results(name, dict.fromkeys(experiment.models, (None, None))))["png"]

@@ -1,0 +1,125 @@
+"""Recorded updates: which are recorded, that replays see every batch and state, and that they change what others do.
+
+A CUDA graph cannot be had on a CPU. Here `capture` is replaced by one that, like a graph, runs nothing while it records
+and knows its inputs by their memory alone.
+"""
+
+import pytest
+import torch
+
+from fastweights.training import graphed, learner
+from fastweights.training.graphed import PATIENCE, REHEARSALS, Recorder, refusal
+from fastweights.training.signals import Interrupted
+from fastweights.training.tree import map_tensors, signature, tensors_of
+
+from .test_loop import StopsAt
+from .tiny import EPOCH, TinyBatch, TinyTask, config, losses, run
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Stand-ins for `capture`, with the work that was recorded, and for the check of the device."""
+    works = []
+
+    def capture(work, pool):
+        works.append(work)
+        static = []
+
+        def replay():
+            # The results of a graph always lie in the same memory.
+            result = work()
+            if not static:
+                static.append(map_tensors(torch.clone, result))
+            for place, tensor in zip(tensors_of(static[0]), tensors_of(result), strict=True):
+                place.copy_(tensor)
+            return static[0]
+
+        return replay
+
+    monkeypatch.setattr(graphed, "capture", capture)
+    monkeypatch.setattr(learner, "refusal", lambda *_: None)
+    return works
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("carried", [True, False])
+def test_the_same_losses(tmp_path, captured, carried, accumulate):
+    settings = {"steps": 4 * EPOCH + 2, "accumulate": accumulate}
+    run(tmp_path / "plain", TinyTask(carried=carried), **settings)
+    assert not captured
+    run(tmp_path / "graphed", TinyTask(carried=carried), graph=True, **settings)
+    assert losses(tmp_path / "graphed") == losses(tmp_path / "plain")
+    assert losses(tmp_path / "graphed", "valid") == losses(tmp_path / "plain", "valid")
+    assert captured
+
+
+def test_going_on_is_the_same(tmp_path, captured):
+    run(tmp_path / "whole", graph=True, steps=30)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "parts", StopsAt(17, 15), graph=True, steps=30)
+    torch.manual_seed(99)
+    run(tmp_path / "parts", graph=True, steps=30)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_short_batch_runs_as_it_comes(tmp_path, captured):
+    run(tmp_path / "plain", TinyTask(ragged=True), steps=18)
+    run(tmp_path / "graphed", TinyTask(ragged=True), steps=18, graph=True)
+    assert losses(tmp_path / "graphed") == losses(tmp_path / "plain")
+    assert not captured
+
+
+def batch(step, length=3):
+    return [TinyBatch(torch.full((2, length), step), torch.full((2, length), -step), False, False)]
+
+
+def test_what_comes_twice_in_a_row_is_recorded(captured):
+    """An odd one in between, once an epoch, is never compiled nor recorded, and interrupts nothing."""
+    how = []
+
+    def update(batches, carry, compiled):
+        how.append((batches[0].tokens.shape[1], compiled))
+        return {"sum": carry["sum"] + batches[0].tokens.sum()}
+
+    recorder, carry, expected = Recorder(update, CPU), {"sum": torch.zeros((), dtype=torch.long)}, 0
+    for step in range(30):
+        length = 2 if step % 10 == 9 else 3
+        before, carry = recorder(batch(step, length), carry)
+        assert before["sum"] == expected
+        expected += 2 * length * step
+        assert carry["sum"] == expected
+    assert how[: 1 + REHEARSALS] == [(3, False), *[(3, True)] * REHEARSALS]
+    assert {compiled for length, compiled in how if length == 2} == {False}
+    assert len(captured) == 1 and len(how) == 30
+
+
+def test_updates_that_are_never_alike_are_refused(captured):
+    recorder = Recorder(lambda batches, carry, compiled: None, CPU)
+    with pytest.raises(ValueError, match="train without graph"):
+        for step in range(PATIENCE + 1):
+            recorder(batch(step, 1 + step % 2), None)
+
+
+def test_a_signature_is_all_but_the_numbers():
+    a, b = batch(1), batch(2)
+    assert signature(a) == signature(b) and hash(signature(a)) == hash(signature(b))
+    others = [batch(1, 4), [b[0]._replace(starts_epoch=True)], [b[0], b[0]], [{"tokens": b[0].tokens}], (b[0],)]
+    others.append([b[0]._replace(tokens=b[0].tokens.float())])
+    assert len({signature(x) for x in [a, *others]}) == 1 + len(others)
+    state = {"a": [torch.zeros(2), (torch.ones(1), None)]}
+    assert [x.numel() for x in tensors_of(state)] == [2, 1]
+
+
+def test_refusals(tmp_path):
+    adam = {"capturable": True}
+    cuda = torch.device("cuda")
+    assert refusal(cuda, 1, [adam]) is None
+    assert "2 processes" in refusal(cuda, 2, [adam])
+    assert "not capturable" in refusal(cuda, 1, [adam, {}])
+    with pytest.raises(ValueError, match="graph: a CUDA graph needs a CUDA device, and this is cpu; train without it"):
+        run(tmp_path, graph=True)
+    with pytest.raises(ValueError, match="compile = 'reduce-overhead' the loss alone"):
+        config(graph=True, compile="reduce-overhead")
+    assert config(graph=True, compile="default").graph
