@@ -156,11 +156,12 @@ def test_without_sacrebleu_it_is_said_before_the_training(corpus, monkeypatch):
 
 def test_what_is_not_given_follows_from_what_is(corpus):
     task, config = small_translation(corpus, steps=50)
-    assert (config.warmup, config.schedule, config.betas) == (5, "inverse_sqrt", (0.9, 0.98))
-    assert learning_rate(config, 20) == pytest.approx(0.01 * (5 / 20) ** 0.5)
+    assert (config.warmup, config.schedule, config.betas) == (5, "cosine", (0.9, 0.98))
     assert task.model.vocab_size == len(corpus.tokenizer) and task.score == ("bleu", True)
     big = plan_translation(100, preset="big", attention="performer", features=128)
     assert (big.training.accumulate, big.training.warmup, big.recipe.max_tokens) == (16, 4000, 10_752)
+    assert big.training.schedule == "inverse_sqrt" and big.training.eps == 1e-9
+    assert learning_rate(big.training, 16_000) == pytest.approx(5e-4 / 2)
     assert big.model.attentions == ("performer",) * 3 and big.model.d_dot("performer") == 256
     assert plan_translation(100, preset="big", steps=100, warmup=7, accumulate=2).training.accumulate == 2
     delta = plan_translation(100, preset="tiny", attention="dpfp", rule="delta", cross="softmax").model

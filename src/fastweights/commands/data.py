@@ -43,14 +43,14 @@ def data(
         int | None,
         typer.Option(
             help="wmt14, parallel, numbers: pieces of the vocabulary that both languages share, at most.",
-            show_default="32000, numbers 340",
+            show_default="32000, numbers 400",
         ),
     ] = None,
-    pairs: Annotated[int | None, typer.Option(help="numbers: pairs to train on.", show_default="50000")] = None,
+    pairs: Annotated[int | None, typer.Option(help="numbers: pairs to train on.", show_default="20000")] = None,
     held_out: Annotated[
         int | None, typer.Option(help="numbers: pairs to validate and test.", show_default="500")
     ] = None,
-    highest: Annotated[int | None, typer.Option(help="numbers: the highest.", show_default="9999")] = None,
+    highest: Annotated[int | None, typer.Option(help="numbers: the highest.", show_default="999")] = None,
     allow_other: Annotated[
         bool, typer.Option("--allow-other", help="Take another corpus in the format of KIND, under its own name.")
     ] = False,

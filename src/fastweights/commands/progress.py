@@ -114,6 +114,8 @@ def _outcome(metrics: Mapping[str, Any]) -> str:
         return f"{metrics['words_per_s']:,.0f} words/s, "
     if "steps" not in metrics:
         return ""
-    perplexity = (metrics.get("test") or {}).get("ppl")
-    found = f"loss {format_loss(metrics['last_loss'])}" if perplexity is None else f"test perplexity {perplexity:.1f}"
+    test, found = metrics.get("test") or {}, f"loss {format_loss(metrics['last_loss'])}"
+    for name, label in (("ppl", "test perplexity"), ("bleu", "test BLEU")):
+        if test.get(name) is not None:
+            found = f"{label} {test[name]:.1f}"
     return f"{found} after {metrics['steps']} steps, "

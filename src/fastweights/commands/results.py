@@ -39,9 +39,10 @@ def run_errors(*more: type[Exception]) -> Iterator[None]:
     from fastweights.training.checkpoint import CheckpointError
     from fastweights.training.folder import RunError
 
+    known: tuple[type[Exception], ...] = (ValueError, TypeError, RunError, CheckpointError, *more)
     try:
         yield
-    except (ValueError, TypeError, RunError, CheckpointError, *more) as error:
+    except known as error:
         say(f"Error: {error}")
         raise typer.Exit(2) from None
 

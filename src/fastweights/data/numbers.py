@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LANGUAGES = ("en", "de")
 # Scores count words in a row, up to four: a line of one number would have none.
-_SHORTEST, _LONGEST = 2, 5
+_SHORTEST, _LONGEST = 2, 4
 
 
 def split_of(number: int) -> str:
@@ -53,13 +53,13 @@ def _words(number: int, language: str) -> str:
 
 
 def lines(split: str, count: int, highest: int) -> Iterator[Pair]:
-    """Lists of two to five numbers of a split, as many small as large ones; the same whenever they are asked for."""
+    """Lists of two to four numbers of a split, as many small as large ones; the same whenever they are asked for."""
     draw = random.Random(f"{split} of {highest}")
     # By number of digits first, or nearly all of them would be as long as the highest.
     by_digits: dict[int, list[int]] = {}
     for number in range(highest + 1):
         if split_of(number) == split:
-            by_digits.setdefault(len(str(number)), []).append(number)
+            by_digits.setdefault(max(len(str(number)), 2), []).append(number)
     choices = list(by_digits.values())
     for number in range(1, count + 1):
         values = [draw.choice(draw.choice(choices)) for _ in range(draw.randint(_SHORTEST, _LONGEST))]

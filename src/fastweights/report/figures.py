@@ -55,6 +55,8 @@ STYLES = {
     "dpfp-1": Style("#56b4e9", "^"),
     "dpfp-2": Style("#0072b2", "D"),
     "dpfp-3": Style("#003f70", "P"),
+    "dpfp-4": Style("#003f70", "P"),
+    "dpfp": Style("#0072b2", "D"),
     "dpfp-1-sum": Style("#56b4e9", "^"),
     "dpfp-1-delta": Style("#009e73", "o"),
     "dpfp-2-delta": Style("#00543d", "D"),
@@ -67,6 +69,9 @@ STYLES = {
     "delta": Style("#009e73", "D"),
     "performer": Style("#f0b400", "v", ":"),
     "performer-delta": Style("#8a5a00", ">", "--"),
+    "performer-1": Style("#f0b400", "v", ":"),
+    "performer-4": Style("#c98a00", "<", "--"),
+    "performer-8": Style("#8a5a00", ">", "-"),
     "performer-wide": Style("#f0b400", "v", ":"),
     "performer-wide-delta": Style("#8a5a00", ">", "--"),
     "delta-norm": Style("#d55e00", "s"),
@@ -178,14 +183,22 @@ def _curve(points: list[list[Any]]) -> dict[int, float]:
 
 
 def perplexity(figure: Figure, experiment: Experiment, results: Results) -> None:
-    """Validation perplexity over training steps, a line for each model, size and seed; larger sizes are thicker."""
+    """Validation perplexity over training steps: see `learning`."""
+    learning(figure, experiment, results, lambda loss: math.exp(min(loss, 700)))
+    _plain_ticks(figure.axes[0])
+
+
+def learning(
+    figure: Figure, experiment: Experiment, results: Results, show: Callable[[float], float] = lambda value: value
+) -> None:
+    """What validations gave over training steps, a line for each model, size and seed; larger sizes are thicker."""
     axes = _axes(figure, experiment)
     sizes = results.sizes()
     for model, style, label in _series(experiment, results):
         for record in results.of(model):
             size = record.config["size"]
             points = _curve(record.metrics["curve"])
-            steps, values = list(points), [math.exp(min(loss, 700)) for loss in points.values()]
+            steps, values = list(points), [show(loss) for loss in points.values()]
             name = label if len(sizes) == 1 else f"{label}, {experiment.size_name} = {size}"
             axes.plot(
                 steps,
@@ -198,7 +211,6 @@ def perplexity(figure: Figure, experiment: Experiment, results: Results) -> None
                 label=name if record is results.of(model, size)[0] else None,
             )
     axes.set_xlim(left=0)
-    _plain_ticks(axes)
     _legend(figure)
 
 
@@ -223,6 +235,21 @@ def _plain_ticks(axes: Axes) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def conversion(figure: Figure, experiment: Experiment, results: Results) -> None:
+    """A hyper-parameter over the size of a mapped key that was counted with it, each point with its value."""
+    axes = _axes(figure, experiment)
+    for model, style, label in _series(experiment, results):
+        metrics = [record.metrics for record in results.of(model)]
+        sizes, values = [m["d_dot"] for m in metrics], [m["value"] for m in metrics]
+        axes.plot(sizes, values, color=style.colour, marker=style.marker, linestyle=":", linewidth=1, label=label)
+        for size, value in zip(sizes, values, strict=True):
+            axes.annotate(str(value), (size, value), xytext=(0, 7), textcoords="offset points", ha="center")
+    axes.set_xticks(sorted({record.metrics["d_dot"] for record in results.records}))
+    axes.margins(0.15)
+    _plain_ticks(axes)
+    _legend(figure)
 
 
 def surfaces(figure: Figure, experiment: Experiment, results: Results) -> None:
@@ -261,6 +288,8 @@ KINDS: dict[str, Callable[[Figure, Experiment, Results], None]] = {
     "curves": curves,
     "surfaces": surfaces,
     "perplexity": perplexity,
+    "learning": learning,
+    "conversion": conversion,
     "bars": bars,
 }
 

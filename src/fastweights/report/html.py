@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastweights.experiments.base import SCALES, Claim, Table
 from fastweights.report.tables import format_seconds, losses, tally
@@ -127,7 +127,7 @@ def _chapter(chapter: Chapter) -> str:
         parts += [_note(chapter, chapter.scale), _table(chapter), _figure(chapter)]
     parts.append(_claims(chapter.claims))
     if chapter.scale is not None:
-        parts += [_how(chapter, chapter.scale), _data(chapter)]
+        parts += [_samples(chapter), _how(chapter, chapter.scale), _data(chapter)]
     return "\n".join([*parts, "</section>\n"])
 
 
@@ -207,6 +207,9 @@ def _how(chapter: Chapter, scale: str) -> str:
     command = f"fastweights reproduce {experiment.name} --scale {scale}"
     if tuple(seeds) != experiment.scales[scale].seeds:
         command += f" --seeds {','.join(map(str, seeds))}"
+    sizes = tuple(chapter.results.sizes())
+    if not experiment.fixed_sizes and not set(sizes) <= set(experiment.scales[scale].sizes):
+        command += f" --sizes {','.join(map(str, sizes))}"
     corpora = {
         record.config["corpus"]["name"]: record.config["corpus"] for record in records if "corpus" in record.config
     }
@@ -220,7 +223,7 @@ def _how(chapter: Chapter, scale: str) -> str:
         "scale": escape(f"{scale}: {SCALES[scale]}"),
         "cells": f"{len(records)} ({planned} planned at this scale)",
         "seeds": ", ".join(map(str, seeds)),
-        "text": _distinct([f"{name} ({c['words']:,} words, {c['fingerprint']})" for name, c in corpora.items()]),
+        "text": _distinct([f"{name} ({_words(c)}, {c['fingerprint']})" for name, c in corpora.items()]),
         "time": f"{format_seconds(sum(record.wall_s for record in records))}, summed over cells",
         "commit": _distinct([record.commit for record in records]),
         "hardware": _distinct([record.hardware for record in records]),
@@ -228,6 +231,24 @@ def _how(chapter: Chapter, scale: str) -> str:
     }
     items = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in entries.items() if value)
     return f"<details><summary>How it was run</summary><dl>{items}</dl></details>"
+
+
+def _words(corpus: Mapping[str, Any]) -> str:
+    """The size of a corpus' vocabulary."""
+    return f"{corpus['words']:,} words" if "words" in corpus else f"{corpus['pieces']:,} pieces"
+
+
+def _samples(chapter: Chapter) -> str:
+    """Translations of the same sentences by every model that was run."""
+    found = {r.config["model"]: r.metrics["samples"] for r in chapter.results.records if r.metrics.get("samples")}
+    if not found:
+        return ""
+    rows = []
+    for number, (source, reference, _) in enumerate(next(iter(found.values()))):
+        rows += [("source", source), ("reference", reference)]
+        rows += [(chapter.experiment.models[model], samples[number][2]) for model, samples in found.items()]
+    body = "".join(f'<tr><th scope="row">{_text(who)}</th><td>{escape(text)}</td></tr>\n' for who, text in rows)
+    return f"<details><summary>Translations</summary><table><tbody>{body}</tbody></table></details>"
 
 
 def _distinct(values: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ def format_loss(value: float | None) -> str:
 def losses(experiment: Experiment, results: Results) -> list[list[str]]:
     """Header and rows: S down, models across, mean over seeds with its half range; without sizes, a row a cell."""
     models = [model for model in experiment.models if results.of(model)]
-    if len(results.sizes()) < 2:
+    if len(results.sizes()) < 2 or not any(results.loss in record.metrics for record in results.records):
         return _runs(experiment, results)
     rows = [[experiment.size_name, *(experiment.models[model] for model in models)]]
     for size in results.sizes():

@@ -190,7 +190,7 @@ def plan_translation(
         overrides["warmup_steps"] = min(usual, overrides["steps"] // 10)
     recipe = translation_recipe(preset, **overrides)
     defaults: dict[str, Any] = {
-        "schedule": "inverse_sqrt",
+        "schedule": recipe.schedule,
         "betas": (0.9, 0.98),
         "eps": 1e-9,
         "clip": recipe.clip,

@@ -1,0 +1,247 @@
+"""Tables 1 and 6: cells with the paper's sizes, claims on made-up results, and a smoke run from pairs to BLEU."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fastweights.commands.progress import _outcome
+from fastweights.data.parallel import ParallelCorpus
+from fastweights.data.prepare import prepare
+from fastweights.experiments import EXPERIMENTS, table1_cells
+from fastweights.experiments.base import BadInput, Record, Request, Results, Selection
+from fastweights.experiments.store import Store
+from fastweights.experiments.sweep import sweep
+from fastweights.experiments.table1 import PAPER
+from fastweights.experiments.table6 import measure
+from fastweights.report.build import build
+from tests.data.corpora import write_wikitext
+from tests.data.pair_files import write_parallel
+
+TABLE1, TABLE6 = EXPERIMENTS["table1"], EXPERIMENTS["table6"]
+CORPUS = {"name": "WMT14 en-de", "pieces": 32_000, "fingerprint": "f"}
+GIVEN = {"corpus": CORPUS, "set": {}}
+
+
+def cells(scale, corpus=CORPUS, **settings):
+    return {cell.config["model"]: cell for cell in TABLE1.cells(scale, given={"corpus": corpus, "set": settings})}
+
+
+def test_the_paper_scale_is_the_papers():
+    found = cells("paper")
+    sizes = [found[model].config["d_dot"] for model in PAPER]
+    assert sizes == [64, 64, 64, 256, 512, 256, 512]
+    for model, cell in found.items():
+        network, batches, training = (cell.config[part] for part in ("network", "batches", "training"))
+        assert (network["d_model"], network["n_heads"], network["d_ff"]) == (1024, 16, 4096)
+        assert (network["encoder_layers"], network["decoder_layers"], network["vocab_size"]) == (6, 6, 32_000)
+        assert network["encoder"] == network["decoder"] == network["cross"] == model.split("-")[0]
+        assert cell.config["rule"] == ("none" if model == "softmax" else "sum")
+        assert batches["max_tokens"] == 3 * 3584 and training["accumulate"] == 16
+        assert batches["label_smoothing"] == 0.1 and training["betas"] == [0.9, 0.98]
+        assert training["schedule"] == "inverse_sqrt"
+        assert cell.paper == dict(zip(("valid", "test"), PAPER[model], strict=True))
+    features = [found[f"performer-{multiple}"].config["network"]["features"] for multiple in (1, 4, 8)]
+    assert features == [32, 128, 256]
+    assert [found[f"dpfp-{nu}"].config["network"]["nu"] for nu in (2, 4)] == [2, 4]
+
+
+def test_other_sizes_keep_the_proportions():
+    config = TABLE1.cell("paper", "performer-8", 512, 1, GIVEN).config
+    assert config["network"]["d_model"] == 512 and config["d_dot"] == 512
+    small = cells("small")
+    d_key = small["linear"].config["d_dot"]
+    assert [small[model].config["d_dot"] // d_key for model in PAPER] == [1, 1, 1, 4, 8, 4, 8]
+    with pytest.raises(ValueError, match=r"d_model is one of 1024 \(big\), 512 \(base\), got 300"):
+        TABLE1.cells("paper", Selection(sizes=(300,)), GIVEN)
+
+
+def test_settings_and_pairs_are_part_of_a_cell():
+    usual, longer = cells("paper"), cells("paper", steps=123)
+    other = cells("paper", {**CORPUS, "name": "europarl"})
+    assert longer["linear"].config["training"]["steps"] == 123
+    assert len({found["linear"].slug for found in (usual, longer, other)}) == 3
+    for name, message in (("seed", "its own option"), ("vocab_size", "follows from the corpus"), ("stepz", "steps")):
+        with pytest.raises(ValueError, match=message):
+            cells("paper", **{name: 1})
+
+
+def record(model, valid, test, *, size=1024, seed=1, name="WMT14 en-de"):
+    config = TABLE1.cell("paper", model, size, seed, {"corpus": {**CORPUS, "name": name}, "set": {}}).config
+    scores = {"valid": {"bleu": valid}, "test": {"bleu": test}}
+    metrics = {
+        "parameters": 2_000_000,
+        "curve": [[10, 1.0], [20, valid]],
+        "steps": 20,
+        "best_loss": valid,
+        "last_loss": valid,
+    }
+    rest = {"paper": None, "commit": "c", "hardware": "h", "versions": {}}
+    return Record({**metrics, **{k: v for k, v in scores.items() if v["bleu"] is not None}}, 1.0, config=config, **rest)
+
+
+def judged(scores):
+    found = Results([record(model, *pair) for model, pair in scores.items()])
+    return [claim.holds for claim in TABLE1.claims(found)]
+
+
+def test_the_papers_numbers_fulfil_its_claims():
+    assert judged(PAPER) == [True] * 5
+
+
+@pytest.mark.parametrize(
+    ("change", "fails"),
+    [
+        ({"dpfp-2": (26.2, 26.8)}, [0]),
+        ({"dpfp-4": (25.5, 27.1)}, [0]),
+        ({"performer-4": (24.9, 26.9)}, [1]),
+        ({"performer-1": (24.2, 25.4)}, [2]),
+        ({"performer-8": (26.7, 27.1)}, [3]),
+        ({"linear": (25.5, 27.8)}, [0, 4]),
+    ],
+)
+def test_claims_that_fail(change, fails):
+    assert [number for number, holds in enumerate(judged({**PAPER, **change})) if holds is False] == fails
+
+
+def test_claims_on_part_of_the_models():
+    assert judged({}) == judged({"softmax": (1, 1)}) == [None] * 5
+    assert judged({"softmax": (26.6, 27.7), "linear": (25.5, 26.8)}) == [None] * 5
+    assert judged({"linear": (25.5, 26.8), "dpfp-2": (26.2, 26.9)})[0] is None, "ν = 4 is missing"
+    assert judged({"linear": (25.5, 26.8), "dpfp-2": (25.2, 26.9)})[0] is False
+    assert judged({"softmax": (26.6, 27.7), "linear": (25.5, 28.0)})[4] is False
+
+
+def test_short_trainings_do_not_tell_close_models_apart():
+    def held(scores):
+        runs = [record(model, *pair) for model, pair in scores.items()]
+        runs = [replace(run, config={**run.config, "steps": 1000}) for run in runs]
+        return [claim.holds for claim in TABLE1.claims(Results(runs))]
+
+    assert held(PAPER) == [None, True, None, True, True], "DPFP leads Linear by 0.1 in the test set"
+    apart = {"linear": (25.0, 25.0), "performer-1": (23, 23), "performer-8": (28.6, 28.6)}
+    assert held({**PAPER, **apart}) == [True, True, True, True, None]
+    assert held({**PAPER, "performer-8": (28.8, 28.8), "dpfp-4": (26.0, 20.0)}) == [False, True, None, True, False]
+    assert held({**PAPER, "performer-8": (26.7, 27.1)})[3] is None
+    assert held({**PAPER, "performer-8": (26.7, 26.1)})[3] is False
+
+
+def test_seeds_are_averaged_and_a_diverged_run_counts_nothing():
+    runs = [record("dpfp-2", 20, 20, seed=1), record("dpfp-2", 30, 30, seed=2), record("performer-4", 24, 24)]
+    claim = TABLE1.claims(Results(runs))[1]
+    assert claim.holds and claim.ours == "25.0 / 25.0 against 24.0 / 24.0"
+    runs[1] = replace(runs[1], metrics={**runs[1].metrics, "diverged_at": 5})
+    assert TABLE1.claims(Results(runs))[1].holds is False
+
+
+def test_sizes_are_not_mixed():
+    """Of several sizes the largest that every model has is judged."""
+    runs = [record("dpfp-2", 20, 20, size=512), record("performer-4", 19, 19, size=512), record("dpfp-2", 9, 9)]
+    assert TABLE1.claims(Results(runs))[1].ours == "20.0 / 20.0 against 19.0 / 19.0"
+
+
+def test_the_table_names_the_pairs():
+    made = TABLE1.table(Results([record("softmax", 20.04, 21, size=512, name="europarl-de-en, en-de")]))
+    row = dict(zip(made.header, made.rows[0], strict=True))
+    assert row["pairs"] == "europarl-de-en, en-de" and row["d_dot"] == "64" and row["D"] == "512"
+    assert [row[name] for name in ("validation", "test", "paper, validation", "paper, test")] == [
+        "20.0",
+        "21.0",
+        "26.6",
+        "27.7",
+    ]
+    numbers = [record("softmax", 99, 97, name="number words, en-de"), record("linear", 99, 94, name="number words")]
+    made = TABLE1.table(Results(numbers))
+    assert made.header[-1] == "at least 95?" and [row[-1] for row in made.rows] == ["yes", "no"]
+
+
+def test_which_pairs_are_taken(tmp_path):
+    write_wikitext(tmp_path / "text")
+    prepare("wikitext2", tmp_path / "text", tmp_path / "stream", allow_other=True)
+    write_parallel(tmp_path / "europarl")
+    prepare("parallel", tmp_path / "europarl", tmp_path / "pairs", vocab=280)
+    given = TABLE1.accept("paper", Request((tmp_path / "stream", tmp_path / "pairs"), {"steps": 9}))
+    assert given.data == tmp_path / "pairs" and given.config["set"] == {"steps": 9}
+    corpus = ParallelCorpus.load(tmp_path / "pairs")
+    assert given.config["corpus"] == {"name": "europarl, en-de", "pieces": 280, "fingerprint": corpus.fingerprint}
+    for folders, message in (((), "needs sentence pairs"), ((tmp_path / "stream",), "stream holds none.*data wmt14")):
+        with pytest.raises(BadInput, match=message):
+            TABLE1.accept("paper", Request(folders))
+    with pytest.raises(BadInput, match="learns to translate number words"):
+        TABLE1.accept("small", Request((tmp_path / "pairs",)))
+
+
+class Watcher:
+    def __init__(self):
+        self.steps = []
+
+    def begin(self, experiment, known, missing):
+        pass
+
+    def step(self, cell, step, loss):
+        self.steps.append((cell.config["model"], step))
+
+    def done(self, record):
+        pass
+
+
+def test_smoke(tmp_path, monkeypatch):
+    """From number words to BLEU of two models, kept; then the page."""
+
+    def numbers():
+        prepare("numbers", None, tmp_path / "numbers", pairs=60, held_out=8)
+        return tmp_path / "numbers"
+
+    monkeypatch.setattr(table1_cells, "_numbers", numbers)
+    given = TABLE1.accept("smoke", Request())
+    chosen = TABLE1.cells("smoke", Selection(models=("softmax", "dpfp-2")), given.config)
+    store, watcher = Store(tmp_path / "results"), Watcher()
+    sweep(TABLE1, chosen, store, watcher, data=given.data, jobs=1)
+    assert {model for model, _ in watcher.steps} == {"softmax", "dpfp-2"}
+    found = store.known("table1")
+    assert found.keys() == {cell.slug for cell in chosen}
+    for record in found.values():
+        assert record.metrics["steps"] == 4 and record.metrics["best_step"] in (2, 4)
+        for split in ("valid", "test"):
+            assert 0 <= record.metrics[split]["bleu"] <= 100 and record.metrics[split]["sentences"] == 4
+            assert "tok:13a" in record.metrics[split]["signature"] and "samples" not in record.metrics[split]
+        references = ParallelCorpus.load(given.data).split("test").targets
+        assert [sample[1] for sample in record.metrics["samples"]] == references[:3]
+    page, _ = build(store)
+    text = page.read_text()
+    assert "number words, en-de" in text and references[0] in text and "Scale smoke" in text
+    again = Watcher()
+    sweep(TABLE1, chosen, store, again, data=given.data, jobs=1)
+    assert not again.steps, "what is known is not trained again"
+
+
+def test_what_the_terminal_says_of_a_cell():
+    assert _outcome(record("linear", 20, 21.04).metrics) == "test BLEU 21.0 after 20 steps, "
+
+
+def test_another_corpus_in_the_same_folder_is_refused(tmp_path):
+    prepare("numbers", None, tmp_path, pairs=60, held_out=8)
+    config = dict(TABLE1.cell("smoke", "linear", 16, 1, GIVEN).config)
+    with pytest.raises(BadInput, match="was changed"):
+        table1_cells.build(config, Path(tmp_path))
+
+
+def test_d_dot_of_table_6():
+    found = {(c.config["model"], c.config["size"]): measure(c.config)["d_dot"] for c in TABLE6.cells("paper")}
+    assert len(found) == 6 and all(size == d_dot for (_, size), d_dot in found.items())
+
+
+def test_claims_of_table_6():
+    def records(wrong=0):
+        rest = {"paper": None, "commit": "c", "hardware": "h", "versions": {}}
+        return [
+            Record({**measure(cell.config), "d_dot": cell.config["size"] + wrong}, 0.1, config=cell.config, **rest)
+            for cell in TABLE6.cells("small")
+        ]
+
+    right = records()
+    assert [claim.holds for claim in TABLE6.claims(Results(right))] == [True, True]
+    assert [claim.holds for claim in TABLE6.claims(Results(right[:2]))] == [None, None]
+    assert [claim.holds for claim in TABLE6.claims(Results(records(1)))] == [False, False]
+    assert TABLE6.table(Results(right)).rows == (("Performer, m", "128", "192", "256"), ("DPFP, ν", "2", "3", "4"))
+    assert TABLE6.table(Results(records(1)[:1])).rows[0][1] == "128 (gives 257)"
