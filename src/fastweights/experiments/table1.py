@@ -229,5 +229,7 @@ EXPERIMENT = Experiment(
     table=table,
     take=take,
     given=GIVEN,
+    text="WMT14 en-de",
+    measure="BLEU of models trained",
     size_name="D",
 )
