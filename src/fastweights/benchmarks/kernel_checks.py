@@ -33,8 +33,8 @@ def every_kind() -> Iterator[self_check.AnyKind]:
                 if rule.coefficients is None:
                     continue
                 gates = dict.fromkeys(rule.gates, x[..., 0])
-                ((_, *coefficients),) = family.parts(Problem(rule, x, x, x, gates, x))
-                seen.add(self_check.Kind(dtype, D, M, *coefficients, False, config))
+                ((_, decay, erase, write, tied),) = family.parts(Problem(rule, x, x, x, gates, x))
+                seen.add(self_check.Kind(dtype, D, M, decay, erase, write, tied, False, config))
     shipped = list(self_check.shipped())
     yield from shipped
     yield from (kind for kind in sorted(seen, key=str) if kind not in shipped)
@@ -82,9 +82,10 @@ def _check(job: tuple[self_check.AnyKind, int]) -> dict[str, Any] | None:
     return {"right": verdict.reason(kind) is None, "errors": verdict.errors, "failure": verdict.failure}
 
 
-def layer_in_a_graph(dtype: torch.dtype = torch.bfloat16, **options: Any) -> dict[str, Any]:
-    """A whole layer, forward and backward, replayed from a CUDA graph with new inputs, next to eager mode."""
+def layer_in_a_graph(**options: Any) -> dict[str, Any]:
+    """A whole layer in bfloat16, forward and backward, replayed from a CUDA graph with new inputs, and eager."""
     torch.manual_seed(0)
+    dtype = torch.bfloat16
     layer = fw.FastWeightAttention(128, 8, 16, **options).to("cuda", dtype)
     x = torch.randn(4, 100, 128, device="cuda", dtype=dtype, requires_grad=True)
     dy = torch.randn_like(x)

@@ -63,6 +63,7 @@ def walk_backward(
     dy_head,
     gate_token,
     gate_head,
+    UNIT: tl.constexpr,
     H: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
@@ -88,6 +89,14 @@ def walk_backward(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
 ):
+    q_token *= UNIT
+    q_head *= UNIT
+    k_token *= UNIT
+    k_head *= UNIT
+    v_token *= UNIT
+    v_head *= UNIT
+    dy_token *= UNIT
+    dy_head *= UNIT
     splits: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     program = tl.program_id(0)
     head = (program // splits) % H

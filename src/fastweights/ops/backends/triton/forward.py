@@ -47,6 +47,7 @@ def walk_forward(
     v_head,
     gate_token,
     gate_head,
+    UNIT: tl.constexpr,
     H: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
@@ -72,6 +73,12 @@ def walk_forward(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
 ):
+    q_token *= UNIT
+    q_head *= UNIT
+    k_token *= UNIT
+    k_head *= UNIT
+    v_token *= UNIT
+    v_head *= UNIT
     splits: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     program = tl.program_id(0)
     head = (program // splits) % H
@@ -171,6 +178,7 @@ def invert_chunks(
     k_head,
     gate_token,
     gate_head,
+    UNIT: tl.constexpr,
     H: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
@@ -189,6 +197,8 @@ def invert_chunks(
     SOLVE: tl.constexpr,
 ):
     """(I + A)^-1 of one chunk and head, as a tile of rows s; chunks run side by side, off the walk's path."""
+    k_token *= UNIT
+    k_head *= UNIT
     program = tl.program_id(0)
     head = program % H
     slot = program // H

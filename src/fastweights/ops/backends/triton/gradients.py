@@ -200,6 +200,7 @@ def chunk_gradients(
     dy_head,
     gate_token,
     gate_head,
+    UNIT: tl.constexpr,
     H: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
@@ -224,6 +225,14 @@ def chunk_gradients(
     SOLVE: tl.constexpr,
 ):
     """Everything but dv of one chunk and head, from what the walk back left; chunks run side by side."""
+    q_token *= UNIT
+    q_head *= UNIT
+    k_token *= UNIT
+    k_head *= UNIT
+    v_token *= UNIT
+    v_head *= UNIT
+    dy_token *= UNIT
+    dy_head *= UNIT
     program = tl.program_id(0)
     head = program % H
     slot = program // H

@@ -90,6 +90,12 @@ class Start:
         compiled[(self.grid, 1, 1)](*pointers, *integers, *self.strides, *values)
         self._find(compiled, values)
 
+    def compile(self, kinds: Sequence[torch.dtype | None], *integers: int) -> Any:
+        """The kernel for tensors of these dtypes, compiled and not run."""
+        named = self.constants()
+        values = (named[name] for name in self.kernel.arg_names[len(kinds) + len(integers) + len(self.strides) :])
+        return self.kernel.warmup(*kinds, *integers, *self.strides, *values, grid=(1,), **self.pace)
+
     def _find(self, compiled: Any, values: tuple[Any, ...]) -> None:
         """Remember how to run a kernel without Triton's hooks, unless somebody hooked in."""
         from triton import knobs
@@ -135,8 +141,19 @@ def _addressable(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and _in_line(x) else x.contiguous()
 
 
+# Strides that are multiples of so many entries are passed as such multiples; Triton itself only looks for 16.
+_UNIT = 8
+
+
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[1:3])
+
+
+def _in_units(strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """The unit, and how many of it the strides are."""
+    if any(stride % _UNIT for stride in strides):
+        return 1, strides
+    return _UNIT, tuple(stride // _UNIT for stride in strides)
 
 
 class Plan:
@@ -159,15 +176,14 @@ class Plan:
         config: Config,
         features: Features,
     ) -> None:
-        inputs = self.ready(q, k, v, gates)
+        inputs = self.ready(q, k, v, *gates)
         # Nobody writes or reads it: it stands for states that are not there.
         self.nothing = torch.empty(1, dtype=wide, device=q.device)
         self.dtype, self.wide, self.tied, self.config, self.features = dtype, wide, tied, config, features
         (B, T, self.H, R), self.M = q.shape, v.shape[3]
         self.T, self.N, self.D, self.device, self.index = T, N, features.size(R), q.device, q.device.index
         self.untouched = all(x is y for x, y in zip(inputs, (q, k, v, *gates), strict=True))
-        q, k, v, a, e, w = inputs  # type: ignore[assignment]
-        assert q is not None and k is not None and v is not None
+        q, k, v, a, e, w = inputs
         self.y_shape, self.W_shape = tuple(v.shape), (N, self.H, self.D, self.M)
         self.q_shape, self.gate_shape = tuple(q.shape), (B, T, self.H)
         self.q_dtype, self.gate_dtypes = q.dtype, (_type_of(a), _type_of(e), _type_of(w))
@@ -180,9 +196,12 @@ class Plan:
         self.fused = bool(config.fused)
         self.separate = not self.fused and (tied or w is not None or self.kept_dtype != v.dtype)
         self.gate_strides = even((a, e, w))[1]
-        self.strides = (*_strides(q, k, v), *self.gate_strides)
+        self.raw_strides = _strides(q, k, v)
+        unit, strides = _in_units(self.raw_strides)
+        self.strides = (*strides, *self.gate_strides)
         self.packed, precision = cu_seqlens is not None, PRECISIONS[config.precision]
         self.constants = {
+            "UNIT": unit,
             "H": self.H,
             "R": R,
             "D": self.D,
@@ -206,7 +225,7 @@ class Plan:
             "SOLVE": PRECISIONS[config.solve],
         }
         kinds = (q.dtype, dtype, wide, *self.gate_dtypes, _type_of(cu_seqlens))
-        self.depends_on = (q.device.index, *kinds, self.H, R, self.M, self.strides, tied, config, features)
+        self.depends_on = (q.device.index, *kinds, self.H, R, self.M, unit, self.strides, tied, config, features)
         self.block = min(config.columns, power_of_two(self.M))
         self.invert = self._start(
             invert_chunks,
@@ -219,9 +238,11 @@ class Plan:
         self.backs: dict[Any, tuple[Start, Start]] = {}
 
     @staticmethod
-    def ready(q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor | None, ...]:
+    def ready(
+        q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, e: Tensor | None, w: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """The inputs with strides that the kernels can take."""
-        return _addressable(q), _addressable(k), _addressable(v), *even(gates)[0]
+        return _addressable(q), _addressable(k), _addressable(v), *even((a, e, w))[0]
 
     def _start(
         self,
@@ -267,7 +288,7 @@ class Plan:
             with torch.cuda.device(self.index):
                 return self.forward(inputs, W, cu_seqlens, keep, read, inverses)
         if not self.untouched:
-            inputs = self.ready(*inputs[:3], tuple(inputs[3:]))  # type: ignore[arg-type]
+            inputs = self.ready(*inputs)
         q, k, v, a, e, w = inputs
         device = self.device
         y = torch.empty(self.y_shape, dtype=self.dtype, device=device) if read else v
@@ -286,17 +307,39 @@ class Plan:
 
     def _backward_starts(self, dy: Tensor, only_state: bool) -> tuple[Start, Start]:
         """The walk back, and the launch for what is left by it, for dy with these strides."""
-        config, strides = self.config, (*self.strides[:6], *_strides(dy), *self.gate_strides)
+        config = self.config
+        unit, strides = _in_units((*self.raw_strides, *_strides(dy)))
+        strides = (*strides, *self.gate_strides)
         fused = self.fused and not only_state
         block = power_of_two(self.M) if fused else self.block
-        more = {"BLOCK_M": block, "FUSED": fused, "RIGHT": self.separate}
+        more = {"BLOCK_M": block, "FUSED": fused, "RIGHT": self.separate, "UNIT": unit}
         pace = paced(config.backward_warps, config.backward_stages)
-        key = (dy.dtype, strides, only_state)
+        key = (dy.dtype, unit, strides, only_state)
         walk = self._start(walk_backward, self._programs(block), strides, more, pace, *key)
-        blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M)}
+        blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M), "UNIT": unit}
         programs = self.shapes[1][0][0] * self.H
         pace = paced(config.chunk_warps, 1, config.registers)
         return walk, self._start(chunk_gradients, programs, strides, blocks, pace, *key)
+
+    def compile(self, bounds: torch.dtype | None, groups: bool) -> list[Any]:
+        """All kernels that a forward and a backward pass with contiguous dy need, over groups if so; none is run."""
+        q, kept, inverse, wide = self.q_dtype, self.kept_dtype, self.inverse_dtype, self.wide
+        a, e, w = self.gate_dtypes
+        found = []
+        if self.prepared:
+            found.append(self.invert.compile((q, a, e, bounds, inverse), self.N, self.T))
+        for read in (True, False) if groups else (True,):
+            kinds = (q, q, q, a, e, w, wide, bounds, self.dtype if read else q, wide, kept, inverse)
+            found.append(self.walks[read].compile(kinds, self.T, 1, 1))
+        dy = torch.empty(self.y_shape, dtype=self.dtype, device="meta")
+        given = (q, q, q, a, e, w, bounds, kept, inverse, self.dtype)
+        right = kept if self.separate else q
+        for only_state in (True, False) if groups else (False,):
+            walk, chunks = self._backward_starts(dy, only_state)
+            found.append(walk.compile((*given, wide, q, q, q, a, e, w, wide, kept, right), self.T, 1, 1))
+        if not self.fused:
+            found.append(chunks.compile((*given, q, q, a, e, w, kept, right), self.N, self.T))
+        return found
 
     def backward(
         self,
@@ -320,7 +363,7 @@ class Plan:
             self.backs[key] = self._backward_starts(dy, only_state)
         walk, chunks = self.backs[key]
         if not self.untouched:
-            inputs = self.ready(*inputs[:3], tuple(inputs[3:]))  # type: ignore[arg-type]
+            inputs = self.ready(*inputs)
         q, k, v, a, e, w = inputs
         device = self.device
         dv = torch.empty(self.y_shape, dtype=self.q_dtype, device=device)

@@ -2,7 +2,8 @@
 """What the kernels share: tiles, decay products, and the inverse of a chunk's triangular system.
 
 Rows of a tile are named by its first index. C tokens make a chunk, `t` reads or writes later than `s`. The kernels hold
-states value-major (M, D), so that a state is the left operand of every product it enters.
+states value-major (M, D), so that a state is the left operand of every product it enters. Strides of q, k, v and dy
+come in units of `UNIT` entries: the compiler can then load that many at once.
 """
 
 import triton

@@ -252,6 +252,10 @@ def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
     dy, dW = normal(B, T, H, M), normal(*W.shape, dtype=wide)
 
     last = (kind.config, kind.features)
+    if device.type == "cuda":
+        from fastweights.ops.backends.triton.walks import compile_side_by_side
+
+        compile_side_by_side(q, k, v, (a, e, w), bounds, wide, kind.tied, *last)
     y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, kind.dtype, wide, kind.tied, True, *last)
     grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, wide, kind.tied, True, *last)
     ours = [y, W_end, *grads[:3], *(gate for gate in grads[3] if gate is not None), grads[4]]
@@ -330,7 +334,7 @@ def _exact(
     with torch.enable_grad():
         for x in there:
             x.requires_grad_()
-        assert q is not None and k is not None
+        assert q is not None and k is not None and v is not None and W is not None
         maps = kind.features
         a, e, w = (None if gate is None else maps.gate(gate) for gate in (a, e, w))
         y, W_end = chunked.recurrence(maps.of(q), maps.of(k), v, a, e, e if kind.tied else w, W, bounds, torch.float64)

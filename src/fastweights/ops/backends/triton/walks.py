@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import Tensor
 
@@ -89,6 +91,40 @@ def backward(
         dq, dk, dv = (x.view(size) for x, size in zip((dq, dk, dv), sizes, strict=True))
         da, de, dw = (None if grad is None else grad.view(B, T, -1) for grad in grads)
         return dq, dk, dv, (da, de, dw), None if dW is None else _one_of_each(B, dW, 0)
+
+
+def compile_side_by_side(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    cu_seqlens: Tensor | None,
+    wide: torch.dtype,
+    tied: bool,
+    config: Config,
+    features: Features,
+) -> None:
+    """Compile what `forward` and `backward` will run for these, all at once; what fails shall fail there."""
+    try:
+        from triton.runtime import driver
+        from triton.runtime._async_compile import AsyncCompileMode
+    except ImportError:
+        return
+    length = group_length(q.shape[1], cu_seqlens, config)
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if length:
+        cu_seqlens = _bounds(q.shape[0], q.shape[1], length, q.device)
+        q, k, v, gates = _in_a_row(q), _in_a_row(k), _in_a_row(v), _gates_in_a_row(gates)
+        N = cu_seqlens.numel() - 1
+    walks = plan(q, k, v, gates, N, cu_seqlens, q.dtype, wide, tied, config, features)
+    with ThreadPoolExecutor(4) as pool:
+        with AsyncCompileMode(pool, ignore_errors=True):
+            kernels = walks.compile(None if cu_seqlens is None else cu_seqlens.dtype, bool(length))
+        compiled = [kernel.result(True) if hasattr(kernel, "result") else kernel for kernel in kernels]
+        # Some versions compile a launcher in C for each kernel, and keep it on disk for whoever asks next.
+        launchers = [pool.submit(driver.active.launcher_cls, x.src, x.metadata) for x in compiled if x is not None]
+        for launcher in launchers:
+            launcher.exception()
 
 
 def _bounds(B: int, T: int, length: int, device: torch.device) -> Tensor:
