@@ -147,6 +147,9 @@ def test_a_preset_has_its_attention_everywhere_unless_told(attention):
     assert config.attentions == (attention,) * 3
     assert PRESETS["tiny"](attention, cross="softmax").attentions == (attention, attention, "softmax")
     assert config.rule == "sum" and config.normalization == "attention"
+    # The paper's draws new features for each batch; tiny's training is too short for that.
+    assert PRESETS["big"](attention).redraw and config.redraw == (attention != "performer")
+    assert PRESETS["tiny"](attention, cross="performer", redraw=True).redraw
     if attention != "softmax":
         assert PRESETS["tiny"](attention, rule="delta").normalization == "sum"
 
