@@ -7,9 +7,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from fastweights.benchmarks import kernels
+from fastweights.benchmarks import kernel_checks, kernels
 from fastweights.commands import info
 from fastweights.ops.backends import BACKENDS
+from fastweights.ops.backends.triton.configs import TABLE
+from fastweights.ops.backends.triton.self_check import Kind
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 
@@ -50,5 +52,20 @@ def test_rivals_are_those_that_can_take_the_shape():
     def names(shape, dtype):
         return [name for name, _ in kernels.rivals(shape, dtype, kernels.RIVALS)]
 
-    assert names((1, 4, 1, 8, 4), "float32") == ["fastweights", "chunked"]
-    assert names((1, 4, 1, 8, 4), "bfloat16") == ["fastweights", "chunked", "sdpa"]
+    assert names((1, 4, 1, 8, 4), "float32") == ["fastweights", "chunked", "chunked, compiled"]
+    assert names((1, 4, 1, 8, 4), "bfloat16") == ["fastweights", "chunked", "chunked, compiled", "sdpa"]
+    assert "chunked, compiled" not in names((1, 4096, 1, 8, 4), "bfloat16")
+
+
+def test_every_row_is_checked_with_every_rule():
+    kinds = list(kernel_checks.every_kind())
+    assert len(set(kinds)) == len(kinds)
+    rules = {(False,) * 4, (False, True, False, True), (True, False, True, False), (True, True, False, True)}
+    for dtype, rows in TABLE.items():
+        for (D, M), config in rows.items() if dtype.itemsize < 8 else ():
+            found = {
+                kind[3:7]
+                for kind in kinds
+                if isinstance(kind, Kind) and kind[:3] == (dtype, D, M) and kind.config == config and not kind.packed
+            }
+            assert rules <= found

@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fastweights.benchmarks import memory, retrieval, translation
+from fastweights.benchmarks import lm, memory, retrieval, translation
 from fastweights.cli import app
 from fastweights.data.synthetic import training_batches
 from fastweights.training.retrieval import Cell, RetrievalConfig
@@ -65,3 +65,47 @@ def test_the_retrieval_forms_compute_the_same(setting, model):
     for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
         torch.testing.assert_close(loss, losses[0])
         torch.testing.assert_close(gradient, gradients[0])
+
+
+SHORT = {"n_layers": 1, "d_model": 8, "n_heads": 2, "d_ff": 8, "segment": 6, "batch_size": 2}
+
+
+def test_lm_compares_and_writes_what_it_measured(tmp_path, monkeypatch):
+    make = lm.make
+    monkeypatch.setattr(lm, "make", lambda *arguments, **changes: make(*arguments, **{**SHORT, **changes}))
+    out = tmp_path / "lm.json"
+    options = ["--sizes", "tiny", "--models", "delta,transformer", "--ways", "plain,bf16,fast", "--device", "cpu"]
+    result = CliRunner().invoke(app, ["bench", "lm", "--out", str(out), "--steps", "1", "--compared", "2", *options])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["size"], row["model"], row["data"]) for row in rows] == [
+        ("tiny", "delta", "zipf"),
+        ("tiny", "transformer", "zipf"),
+    ]
+    for row in rows:
+        assert row["plain"]["words_per_s"] == pytest.approx(12 / (1e-3 * row["plain"]["step_ms"]))
+        # A failure is recorded beside what did not fail, and is one of the whole.
+        assert "CUDA graph needs a CUDA device" in row["fast"]["failure"]
+        assert "CUDA graph needs a CUDA device" in row["agreement"]["failure"]
+    assert result.exit_code == 1
+    assert "plain" in result.output and "bf16" in result.output
+
+
+def test_lm_ways_learn_the_same(monkeypatch):
+    corpus = lm.random_corpus("tiny")
+    make = lm.make
+    monkeypatch.setattr(lm, "make", lambda *arguments, **changes: make(*arguments, **{**SHORT, **changes}))
+    found = lm.agreement(corpus, "tiny", "delta", ["plain", "bf16"], "cpu", 3)
+    assert found["agree"] and 0 < found["largest_difference"]["bf16"] < lm.AGREEMENT
+    assert len(set(found["losses"]["plain"])) == 3
+
+
+def test_lm_refuses_unknown_names():
+    result = CliRunner().invoke(app, ["bench", "lm", "--models", "detla", "--device", "cpu"])
+    assert result.exit_code == 2 and "unknown model 'detla'" in result.output
+
+
+def test_random_words_are_as_frequent_as_in_text():
+    words = lm.zipf(267_735, 200_000)
+    counts = torch.bucketize(words, torch.tensor([20_000, 40_000, 200_000]), right=True).bincount(minlength=4)
+    shares = counts / len(words)
+    torch.testing.assert_close(shares, torch.tensor([0.934, 0.031, 0.032, 0.003]), atol=0.01, rtol=0)

@@ -79,6 +79,13 @@ def test_settings_are_part_of_a_cell():
             cells("table3", **settings)
 
 
+def test_documents_are_part_of_a_cell():
+    assert all("documents" not in cell.config for cell in cells("table4", "smoke"))
+    context = given("table4", "smoke", documents="paragraphs")
+    cell = EXPERIMENTS["table4"].cell("smoke", "delta-carried", 16, 1111, context)
+    assert cell.config["documents"] == "paragraphs"
+
+
 def test_a_record_of_another_kind_is_not_owned():
     cell = cells("table2")[0]
     without = {name: value for name, value in cell.config.items() if name != "corpus"}

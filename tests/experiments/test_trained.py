@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fastweights.commands import progress
 from fastweights.commands import reproduce as commands
 from fastweights.data.prepare import prepare
-from fastweights.experiments import EXPERIMENTS, language
+from fastweights.experiments import EXPERIMENTS, language, text
 from fastweights.experiments.base import Request, Results, Setup
 from fastweights.experiments.trained import POINTS, measurements
 from fastweights.training.task import Score
@@ -36,7 +36,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _embedded(monkeypatch, corpus):
-    monkeypatch.setattr(language, "_embedded", lambda: corpus)
+    monkeypatch.setattr(text, "_embedded", lambda: corpus)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def steady(metrics):
 def whole(corpus, tmp_path_factory):
     """The metrics of two cells that nothing disturbed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(language, "_embedded", lambda: corpus)
+        patch.setattr(text, "_embedded", lambda: corpus)
         chosen, data = cells("table4", ("delta-carried", "xl"), steps=8)
     found = language.run(chosen, setup(tmp_path_factory.mktemp("runs"), data))
     return chosen, data, {cell.slug: outcome.metrics for cell, outcome in found}
@@ -245,10 +245,10 @@ def test_a_full_scale_takes_its_corpus_among_several(corpus, monkeypatch, tmp_pa
     from dataclasses import replace
 
     words = json.loads((corpus / "manifest.json").read_text())["vocabulary"]["size"]
-    text = replace(language.WIKITEXT2, words=words)
+    wanted = replace(text.WIKITEXT2, words=words)
     (tmp_path / "other.txt").write_text("a b c d\n" * 200)
     prepare("text", tmp_path / "other.txt", tmp_path / "other")
-    given = language.take(text)("paper", Request((tmp_path / "other", corpus)))
+    given = text.take(wanted)("paper", Request((tmp_path / "other", corpus)))
     assert given.data == corpus and given.config["corpus"]["words"] == words
     assert given.config["corpus"]["name"] == "text.txt", "named after the text that was used"
 

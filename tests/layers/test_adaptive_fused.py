@@ -37,13 +37,13 @@ def test_in_the_interpreter():
     assert "passed" in run.stdout
 
 
-def agree(dtype=torch.float64, d=D, tokens=37, words=V, cutoffs=CUTOFFS, targets=None, config=SMALL):
+def agree(dtype=torch.float64, d=D, tokens=19, words=V, cutoffs=CUTOFFS, targets=None, config=SMALL):
     errors = compare(dtype, dtype, d, CPU, tokens, words, cutoffs, targets, config)
     assert all(error < (1e-12 if dtype == torch.float64 else 1e-5) for error in errors.values()), errors
 
 
 @inside
-@pytest.mark.parametrize("cutoffs", [CUTOFFS, (20,), (), (1, 2, 60)], ids=str)
+@pytest.mark.parametrize("cutoffs", [CUTOFFS, (), (1, 2, 60)], ids=str)
 def test_softmaxes(cutoffs):
     agree(cutoffs=cutoffs)
 
@@ -51,11 +51,11 @@ def test_softmaxes(cutoffs):
 @inside
 @pytest.mark.parametrize("d", [1, 16, 33])
 def test_sizes(d):
-    agree(d=d, tokens=17)
+    agree(d=d, tokens=7)
 
 
 @inside
-@pytest.mark.parametrize("tokens", [1, 16, 33])
+@pytest.mark.parametrize("tokens", [1, 16])
 def test_tokens(tokens):
     agree(tokens=tokens)
 
@@ -67,20 +67,20 @@ def test_tokens(tokens):
     ids=["head", "largest", "last", "borders", "one word", "last word"],
 )
 def test_wherever_the_targets_fall(words):
-    targets = torch.tensor([words[i % len(words)] for i in range(40)])
-    agree(tokens=40, targets=targets[torch.randperm(40)])
+    targets = torch.tensor([words[i % len(words)] for i in range(18)])
+    agree(tokens=18, targets=targets[torch.randperm(18)])
 
 
 @inside
-@pytest.mark.parametrize("parts", [1, 2, 7, 64])
+@pytest.mark.parametrize("parts", [1, 64])
 def test_parts(parts):
     """Results do not depend on how a softmax is split, nor on tokens that come in many tiles."""
-    agree(tokens=50, words=200, cutoffs=(40, 70), config=SMALL._replace(parts=parts, least=16))
+    agree(tokens=34, words=150, cutoffs=(40, 70), config=SMALL._replace(parts=parts, least=16))
 
 
 @inside
 def test_as_shipped_for_float32():
-    agree(torch.float32, d=20, tokens=70, words=150, config=configuration(torch.float32, 20))
+    agree(torch.float32, d=20, tokens=20, words=80, config=configuration(torch.float32, 20))
 
 
 def layer_of(backend, dtype=torch.float64):
@@ -230,7 +230,8 @@ def test_a_wrong_kernel_is_found_out(monkeypatch):
     off = {"nll": 1e-4, "weight": 0.3, "bias": float("nan")}
     monkeypatch.setattr(adaptive_check, "compare", lambda *_, **__: off)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    reason = adaptive_check._verdict.__wrapped__(torch.bfloat16, torch.float32, 128, CPU)
+    with pytest.warns(UserWarning, match="will not be used here"):
+        reason = adaptive_check._verdict.__wrapped__(torch.bfloat16, torch.float32, 128, CPU)
     assert "wrong on this machine: off weight by 3e-01, bias by nan" in reason
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run the call once before"):

@@ -166,7 +166,7 @@ def op_inputs(rule, packed, grad):
     call = random_call(rule, B=1 if packed else 2, T=9, H=2, D=3, M=2, dtype=torch.float32)
     floats = [call.q, call.k, call.v, *RULES[rule].coefficients(**call.gates), torch.rand(2, 2, 3, 2)]
     floats = [x if x is None else x.detach().clone().requires_grad_(grad) for x in floats]
-    return [*floats, torch.tensor([0, 4, 9]) if packed else None, torch.float32, 4, True]
+    return [*floats, torch.tensor([0, 4, 9]) if packed else None, torch.float32, True, 4]
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -16,7 +16,7 @@ def op_inputs(rule, packed, dtype=torch.float32, grad=False):
     bounds = torch.tensor([0, 4, 9]) if packed else None
     floats = [call.q, call.k, call.v, *gates, W]
     floats = [x if x is None else x.detach().clone().requires_grad_(grad) for x in floats]
-    return (*floats, bounds, torch.float32, 4, True)
+    return (*floats, bounds, torch.float32, True, 4)
 
 
 @pytest.mark.parametrize("packed", [False, True])

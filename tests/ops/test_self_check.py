@@ -11,6 +11,7 @@ from fastweights.ops.backends import BACKENDS, select, triton
 from fastweights.ops.backends.triton import self_check
 from fastweights.ops.backends.triton.configs import FEW, LONG, TABLE, configuration
 from fastweights.ops.chunked import chunked, chunked_backward
+from fastweights.ops.features import PLAIN
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
 from tests.ops.calls import FAMILY, random_call
@@ -18,14 +19,14 @@ from tests.ops.calls import FAMILY, random_call
 CPU = torch.device("cpu")
 
 
-def forward(q, k, v, gates, W, bounds, dtype, tied, keep, config):
+def forward(q, k, v, gates, W, bounds, dtype, wide, tied, keep, config, features):
     """What the kernels should give."""
     a, e, w = gates
-    y, W_end, before = chunked(q, k, v, a, e, e if tied else w, W, bounds, dtype, config.chunk, True)
+    y, W_end, before = chunked(q, k, v, a, e, e if tied else w, W, bounds, dtype, True, config.chunk)
     return y, W_end, before, before, None
 
 
-def backward(dy, dW, q, k, v, gates, states, inverses, transitions, bounds, tied, wide, config):
+def backward(dy, dW, q, k, v, gates, states, inverses, transitions, bounds, wide, tied, wanted, config, features):
     a, e, w = gates
     grads = chunked_backward(dy, dW, q, k, v, a, e, e if tied else w, states, bounds, config.chunk)
     dq, dk, dv, *rest, dW = grads
@@ -214,6 +215,15 @@ def test_the_table_holds_no_row_that_is_known_to_be_miscompiled():
             assert config.chunk < 64 or most <= 4
 
 
+def test_neither_does_what_is_mapped_on_chip():
+    for kind in self_check.shipped():
+        if isinstance(kind, self_check.Kind) and kind.features != PLAIN:
+            config = kind.config
+            assert config.features >= kind.features.size(kind.D)
+            most = max(config.forward_warps, config.backward_warps, config.chunk_warps, config.invert_warps)
+            assert config.chunk < 64 or most <= 4
+
+
 def test_few_walks_go_in_groups():
     many, few, one = (configuration(64, 64, torch.bfloat16, walks, LONG) for walks in (FEW + 1, FEW, 1))
     assert one.groups > few.groups > many.groups == 0
@@ -221,6 +231,7 @@ def test_few_walks_go_in_groups():
     assert configuration(256, 64, torch.bfloat16, 1, LONG).groups == 0
     kinds = list(self_check.shipped())
     assert len(set(kinds)) == len(kinds)
-    assert {kind.config._replace(groups=0, prepared=0) for kind in kinds} == {
+    plain = [kind for kind in kinds if isinstance(kind, self_check.Kind) and kind.features == PLAIN]
+    assert {kind.config._replace(groups=0, prepared=0) for kind in plain} == {
         config._replace(prepared=0) for dtype, rows in TABLE.items() if dtype.itemsize < 8 for config in rows.values()
     }

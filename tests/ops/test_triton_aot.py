@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fastweights.ops.backends.triton.configs import TABLE, Config, configuration
+from fastweights.ops.features import PLAIN, Features
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -15,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from fastweights.ops.backends.triton import launch  # noqa: E402
+from fastweights.ops.backends.triton import launch, one_token, walks  # noqa: E402
 
 # Bytes of shared memory that one block may ask for.
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
@@ -39,6 +40,13 @@ GROUPED = [
 ]
 
 
+MAPPED = [
+    pytest.param(dtype, d, Features.named(name, nu, True, True), id=f"{str(dtype)[6:]}-{d}-{name}-{nu}")
+    for dtype in (torch.bfloat16, torch.float32)
+    for d, name, nu in ((16, "elu", 0), (16, "dpfp", 1), (16, "dpfp", 3), (32, "dpfp", 3))
+]
+
+
 class Recorder:
     """Stands where a kernel stands in `launch` and notes what it is called with."""
 
@@ -52,11 +60,21 @@ class Recorder:
         return note
 
 
-def launches(monkeypatch: Any, dtype: torch.dtype, D: int, M: int, config: Config, gated: bool) -> list[Any]:
+def launches(
+    monkeypatch: Any,
+    dtype: torch.dtype,
+    D: int,
+    M: int,
+    config: Config,
+    gated: bool,
+    features: Features = PLAIN,
+) -> list[Any]:
     """What the launch code calls for the delta rule, or for packed sequences of the gated delta rule."""
     calls: list[Any] = []
+    monkeypatch.setattr(launch, "_plans", {})
     for name in KERNELS:
-        monkeypatch.setattr(launch, name, Recorder(getattr(launch, name), calls))
+        home = walks if name == "scan_groups" else launch
+        monkeypatch.setattr(home, name, Recorder(getattr(home, name), calls))
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -66,9 +84,11 @@ def launches(monkeypatch: Any, dtype: torch.dtype, D: int, M: int, config: Confi
     a, e = (tensor(B, T, H, dtype=torch.float32) for _ in range(2))
     gates = (a if gated else None, e, None)
     bounds = tensor(4, dtype=torch.int32) if gated else None
-    W = tensor(3 if gated else B, H, D, M, dtype=torch.float32)
-    y, W_end, *kept = launch.forward(q, k, v, gates, W, bounds, dtype, True, True, config)
-    launch.backward(y, W_end if gated else None, q, k, v, gates, *kept, bounds, True, torch.float32, config)
+    W = tensor(3 if gated else B, H, features.size(D), M, dtype=torch.float32)
+    wide = torch.float32
+    y, W_end, *kept = walks.forward(q, k, v, gates, W, bounds, dtype, wide, True, True, config, features)
+    dW = W_end if gated else None
+    walks.backward(y, dW, q, k, v, gates, *kept, bounds, wide, True, True, config, features)
     return calls
 
 
@@ -94,8 +114,7 @@ def build(call: Any, capability: int) -> Any:
             divisible[(i,)] = [["tt.divisibility", 16]]
     signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, divisible)
-    compiler_options = {name: options[name] for name in ("num_warps", "num_stages")}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=compiler_options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def check(calls: list[Any], capability: int) -> None:
@@ -123,3 +142,23 @@ def test_compiles_for_ampere(monkeypatch, dtype, D, M, config):
 @pytest.mark.parametrize(("dtype", "D", "M", "config"), [row for row in ROWS if row.id == "bfloat16-32x16"])
 def test_compiles_gated_and_packed(monkeypatch, dtype, D, M, config):
     check(launches(monkeypatch, dtype, D, M, config, gated=True), 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "d", "features"), MAPPED)
+def test_compiles_with_feature_maps(monkeypatch, dtype, d, features):
+    config = configuration(features.size(d), d, dtype, 999, 256, features)
+    check(launches(monkeypatch, dtype, d, d, config, gated=False, features=features), 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "D", "M"), [(torch.bfloat16, 32, 32), (torch.float16, 512, 256)])
+def test_one_token_compiles(monkeypatch, dtype, D, M):
+    calls: list[Any] = []
+    monkeypatch.setattr(one_token, "_starts", {})
+    monkeypatch.setattr(one_token, "take_step", Recorder(one_token.take_step, calls))
+    q, v = (torch.empty(2, 1, 8, n, dtype=dtype, device="meta") for n in (D, M))
+    gate = torch.empty(2, 1, 8, device="meta")
+    one_token.step(q, q, v, (gate, gate, None), None, None, dtype, True, True, False, Features(logits=1))
+    check(calls, 90)
+    assert len(calls) == 1

@@ -6,6 +6,7 @@ The interpreter has to be chosen before Triton is first imported, so the tests r
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fastweights.ops import chunked, family, reference
 from fastweights.ops.backends.triton import BACKEND, configs
 from fastweights.ops.backends.triton.configs import HALF, Config, configuration, group_length
 from fastweights.ops.backends.triton.ops import recurrence, walk
+from fastweights.ops.features import PLAIN
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
@@ -150,6 +152,24 @@ def test_inverse_from_float16(chunk):
 
 
 @inside
+def test_products_of_two_parts():
+    """What is rounded to float16 where the data are costs digits; with the rest in a second product it costs none."""
+    problem = a_problem("delta", T=40, H=1, D=16, M=16, dtype=torch.float16)
+    problem.k[:] = problem.k[:, :1].clone()
+    problem.gates["beta"].fill_(1.0)
+    problem = replace(problem, W=problem.W.float())
+    exact = replace(problem, **{name: getattr(problem, name).double() for name in "qkvW"})
+    exact.gates["beta"] = exact.gates["beta"].double()
+    y, W, _ = reference.run(exact)
+    errors = []
+    for careful in (0, 1):
+        config = FUSED._replace(chunk=32, precision=HALF, careful=careful)
+        found = family.run(problem, partial(recurrence, config=config))
+        errors.append(max((a - b).norm() / b.norm() for a, b in zip(found[:2], (y, W), strict=True)))
+    assert errors[1] < errors[0] / 2
+
+
+@inside
 @pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
 def test_packed_sequences(kernels):
     """Also an empty one at each end, one of a single token, and one that fills a chunk exactly."""
@@ -217,7 +237,8 @@ def test_as_a_custom_op(kernels):
     for x in (q, k, v, W):
         x.requires_grad_()
     torch.use_deterministic_algorithms(False)
-    arguments = (q, k, v, None, beta, None, W, None, torch.float64, True, True, list(kernels))
+    settings = (torch.float64, True, list(kernels), list(PLAIN))
+    arguments = (q, k, v, None, beta, None, W, None, torch.float64, True, *settings)
     torch.library.opcheck(walk, arguments)
 
 
@@ -227,7 +248,8 @@ def test_as_a_custom_op_in_groups(monkeypatch):
     monkeypatch.setattr(configs, "LEAST_GROUPS", 2)
     q, v, W = (torch.randn(shape, dtype=torch.float64) for shape in [(1, 20, 1, 8), (1, 20, 1, 8), (1, 1, 8, 8)])
     torch.use_deterministic_algorithms(False)
-    arguments = (q, q, v, None, None, None, W, None, torch.float64, False, True, list(SPLIT._replace(groups=2)))
+    settings = (torch.float64, False, list(SPLIT._replace(groups=2)), list(PLAIN))
+    arguments = (q, q, v, None, None, None, W, None, torch.float64, True, *settings)
     torch.library.opcheck(walk, arguments, test_utils=("test_faketensor", "test_schema"))
 
 

@@ -4,11 +4,15 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
+from fastweights.models.language_model import LanguageModel
+from fastweights.models.presets import PRESETS
 from fastweights.training.distributed import launch
 from fastweights.training.learner import Learner
 from fastweights.training.signals import Interrupted
 
+from .small_text import MIXERS
 from .test_loop import StopsAt
 from .tiny import TinyTask, config, losses, run
 
@@ -29,6 +33,27 @@ def test_compiled_losses(tmp_path):
     run(tmp_path / "eager", TinyTask(dropout=0.0))
     run(tmp_path / "compiled", TinyTask(dropout=0.0), compile="default")
     agree(tmp_path / "compiled", tmp_path / "eager", 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_blocks_are_compiled_once_for_all(mixer):
+    """And not at all where that is not wanted, as for the odd segment at the end of an epoch."""
+    sizes = {"d_model": 8, "n_heads": 2, "d_ff": 8, "n_layers": 12, "vocab_size": 20, "cutoffs": (5,), "dropout": 0.0}
+    model = LanguageModel(PRESETS["tiny"](mixer, context="carried" if mixer == "xl" else "limited", **sizes))
+    tokens, counter = torch.randint(20, (2, 9)), CompileCounter()
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    expected, _ = model.loss(tokens[:, :-1], tokens[:, 1:])
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    torch.manual_seed(1)
+    nll, _ = model.loss(tokens[:, :-1], tokens[:, 1:])
+    torch.testing.assert_close(nll, expected)
+    nll.sum().backward()
+    with torch.compiler.set_stance("force_eager"):
+        model.loss(tokens[:, :-2], tokens[:, 1:-1])
+    assert counter.frame_count == 1
 
 
 @pytest.mark.gpu
@@ -71,12 +96,24 @@ def test_compiled_on_cuda(tmp_path, mode, accumulate):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("mode", [None, "default"])
+@pytest.mark.parametrize("carried", [True, False])
+def test_recorded_on_cuda(tmp_path, carried, mode, accumulate):
+    changes = {"accelerator": "cuda", "accumulate": accumulate, "steps": 30}
+    run(tmp_path / "eager", TinyTask(dropout=0.0, carried=carried), **changes)
+    run(tmp_path / "recorded", TinyTask(dropout=0.0, carried=carried), graph=True, compile=mode, **changes)
+    agree(tmp_path / "recorded", tmp_path / "eager", 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_stretches_on_cuda(tmp_path, precision):
-    changes = {"accelerator": "cuda", "precision": precision}
+def test_stretches_on_cuda(tmp_path, precision, graph):
+    changes = {"accelerator": "cuda", "precision": precision, "graph": graph, "steps": 30}
     run(tmp_path / "whole", **changes)
     with pytest.raises(Interrupted):
-        run(tmp_path / "parts", StopsAt(6, 15), **changes)
+        run(tmp_path / "parts", StopsAt(17, 15), **changes)
     torch.cuda.manual_seed(99)
     run(tmp_path / "parts", **changes)
     agree(tmp_path / "parts", tmp_path / "whole", 1e-5)

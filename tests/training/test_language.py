@@ -76,8 +76,9 @@ def test_golden_losses(corpus, tmp_path, mixer):
     assert [loss for _, loss in losses(tmp_path)] == pytest.approx(expected, rel=1e-4)
 
 
-def test_batches_are_the_text_in_order(corpus):
-    task, _ = small_task(corpus)
+@pytest.mark.parametrize("context", ["limited", "carried"])
+def test_batches_are_the_text_in_order(corpus, context):
+    task, _ = small_task(corpus, context=context)
     rows = corpus.train.tokens[: len(corpus.train) // 8 * 8].view(8, -1).long()
     epoch = -(-(rows.shape[1] - 1) // 12)
     for index in (0, 3, epoch + 3):
@@ -85,7 +86,7 @@ def test_batches_are_the_text_in_order(corpus):
         begin = index % epoch * 12
         assert torch.equal(inputs, rows[:, begin : begin + 12])
         assert torch.equal(targets, rows[:, begin + 1 : begin + 13])
-        assert starts == (begin == 0)
+        assert starts == (begin == 0 and context == "carried")
     last = task.batch(epoch - 1, 0, 1).inputs
     assert last.shape[1] == (rows.shape[1] - 1) % 12 or last.shape[1] == 12
     parts = [task.batch(5, rank, 4).inputs for rank in range(4)]

@@ -1,16 +1,15 @@
 """`fastweights bench kernels`: is the delta rule right on this GPU, and how fast is it next to its rivals?
 
-Everything is compared with float64 first. Then each rival is timed in the same run, eager and as a CUDA graph. A rival
-that fails is recorded as such.
+Everything is compared with float64 first: every configuration with every rule, then each shape. Then each rival is
+timed in the same run, eager and as a CUDA graph. A rival that fails is recorded as such.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
+import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,11 +21,13 @@ from rich.table import Table
 from torch import Tensor
 
 import fastweights as fw
+from fastweights.benchmarks import kernel_checks, kernel_forms
+from fastweights.benchmarks.gpu_timing import Forward, bandwidth, measure, short
+from fastweights.benchmarks.record import write_record
 from fastweights.ops.backends import BACKENDS
-from fastweights.provenance import commit, hardware, versions
+from fastweights.ops.features import Features
 
 Shape = tuple[int, int, int, int, int]
-Forward = Callable[[], Tensor]
 
 SHAPES: dict[str, Shape] = {  # B, T, H, D, M
     "paper small": (96, 256, 8, 16, 16),
@@ -91,6 +92,9 @@ def rivals(shape: Shape, dtype: str, which: tuple[str, ...]) -> Iterator[tuple[s
     yield "fastweights", on(lambda *x: memory("triton", *x))
     if "chunked" in which:
         yield "chunked", on(lambda *x: memory("chunked", *x))
+        if T < 2048:
+            # Compiled it takes as long to compile as there are chunks.
+            yield "chunked, compiled", lambda: on(torch.compile(lambda *x: memory("chunked", *x)))()
     if "sdpa" in which and dtype != "float32":
         yield "sdpa", lambda: _attention(shape, DTYPES[dtype])
     # fla reads past its arrays where D and M differ.
@@ -118,86 +122,11 @@ def _attention(shape: Shape, dtype: torch.dtype) -> tuple[Forward, Any]:
     return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v)
 
 
-def measure(make: Callable[[], tuple[Forward, Any]], budget_ms: float) -> dict[str, Any]:
-    """Median ms of forward and forward + backward, eager and as a graph; first call in s; bytes beside the inputs."""
-    forward, leaves = make()
-    start = time.perf_counter()
-    dy = torch.randn_like(forward().detach())
-
-    def both() -> None:
-        torch.autograd.grad(forward(), leaves, dy)
-
-    def inference() -> None:
-        with torch.no_grad():
-            forward()
-
-    both()
-    torch.cuda.synchronize()
-    result: dict[str, Any] = {"first_call_s": time.perf_counter() - start}
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    both()
-    torch.cuda.synchronize()
-    result["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-    for name, step in (("forward", inference), ("both", both)):
-        result[f"{name}_eager_ms"] = median_ms(step, budget_ms)
-        try:
-            result[f"{name}_graph_ms"] = median_ms(captured(step).replay, budget_ms)
-        except Exception as error:
-            result[f"{name}_graph_failure"] = _short(error)
-    return result
-
-
-def median_ms(step: Callable[[], object], budget_ms: float) -> float:
-    """Median time of one step on the GPU's clock."""
-    step()
-    once = _timed(step, 2)
-    return statistics.median(_timed_each(step, max(5, min(50, int(budget_ms / max(once, 1e-3))))))
-
-
-def _timed(step: Callable[[], object], count: int) -> float:
-    return min(_timed_each(step, count))
-
-
-def _timed_each(step: Callable[[], object], count: int) -> list[float]:
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-    for begin, end in events:
-        begin.record()
-        step()
-        end.record()
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) for begin, end in events]
-
-
-def captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """The step as a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph
-
-
-def bandwidth() -> float:
-    """Bytes per second of a large copy, reads and writes counted."""
-    x = torch.empty(2**29, dtype=torch.int16, device="cuda")
-    y = torch.empty_like(x)
-    return 2e3 * x.nbytes / median_ms(lambda: y.copy_(x), 50)
-
-
 def floor_ms(shape: Shape, dtype: torch.dtype, bytes_per_s: float) -> float:
     """What reading every input and writing every output once takes, forward and backward."""
     B, T, H, D, M = shape
     # q, k, v in, y out; then q, k, v, dy in, dq, dk, dv out; and beta three times.
     return 1e3 * B * T * H * ((6 * D + 5 * M) * dtype.itemsize + 3 * 4) / bytes_per_s
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}" if str(error) else type(error).__name__
 
 
 def _more_versions() -> dict[str, str]:
@@ -217,12 +146,12 @@ def _case(name: str, dtype: str, which: tuple[str, ...], budget_ms: float, bytes
         case["errors"] = check(shape, DTYPES[dtype], "triton")
         case["right"] = all(error <= LIMITS[dtype] for error in case["errors"].values())
     except Exception as error:
-        case |= {"right": False, "failure": _short(error)}
+        case |= {"right": False, "failure": short(error)}
     for rival, make in rivals(shape, dtype, which):
         try:
             case["measured"][rival] = measure(make, budget_ms)
         except Exception as error:
-            case["measured"][rival] = {"failure": _short(error)}
+            case["measured"][rival] = {"failure": short(error)}
         torch.cuda.empty_cache()
     return case
 
@@ -253,6 +182,58 @@ def _table(cases: list[dict[str, Any]]) -> Table:
     return table
 
 
+MAPS = [Features.named("dpfp", nu, sum=True, logits=True) for nu in (1, 2, 3)]
+
+
+def _forms(budget_ms: float) -> Iterator[dict[str, Any]]:
+    """Maps inside the kernels and before them; whole layers; decoding."""
+    for name in kernel_forms.HEADS:
+        for dtype in DTYPES:
+            for features in MAPS:
+                row: dict[str, Any] = {"part": "features", "name": name, "dtype": dtype, "nu": features.nu}
+                with _noted(row):
+                    row["error"] = kernel_forms.fused_error(name, DTYPES[dtype], features)
+                    row["right"] = row["error"] <= LIMITS[dtype]
+                for way, inside in (("inside", True), ("before", False)):
+                    row[way] = {}
+                    with _noted(row[way]):
+                        row[way] |= kernel_forms.fused(name, DTYPES[dtype], features, "apart", inside, budget_ms)
+                yield row
+    for name in kernel_forms.HEADS:
+        for phi, nu in (("elu", 0), ("dpfp", 3)):
+            row = {"part": "layer", "name": name, "feature_map": phi, "nu": nu}
+            with _noted(row):
+                row |= kernel_forms.layer(name, phi, nu, budget_ms)
+            yield row
+    for batch in kernel_forms.BATCHES:
+        yield {"part": "decode", "batch": batch, "measured": kernel_forms.decode(batch, budget_ms)}
+
+
+@contextmanager
+def _noted(row: dict[str, Any]) -> Iterator[None]:
+    """What fails is recorded and the rest goes on."""
+    try:
+        yield
+    except Exception as error:
+        row["failure"] = short(error)
+    torch.cuda.empty_cache()
+
+
+def _checks(console: Console, quick: bool) -> Iterator[dict[str, Any]]:
+    """Every configuration with every rule, and layers in CUDA graphs."""
+    kinds = list(kernel_checks.every_kind())
+    if quick:
+        kinds = kinds[:: max(1, len(kinds) // 12)]
+    console.print(f"checking {len(kinds)} kinds of kernels against float64", style="dim")
+    for key, found in kernel_checks.check_kinds(kinds, min(16, os.cpu_count() or 1)).items():
+        yield {"part": "check", "name": key, **found}
+    for options in ({"feature_map": "elu"}, {"rule": "gated_delta", "feature_map": "dpfp"}):
+        row: dict[str, Any] = {"part": "graph", "name": f"layer {options}", "right": False}
+        with _noted(row):
+            row |= kernel_checks.layer_in_a_graph(**options)
+        yield row
+
+
 def run(out: Path | None, quick: bool, which: tuple[str, ...]) -> bool:
     """Check, measure, print the table, and write the JSON file if asked for. False where a check failed."""
     console, start = Console(), time.perf_counter()
@@ -260,27 +241,31 @@ def run(out: Path | None, quick: bool, which: tuple[str, ...]) -> bool:
         console.print(f"nothing to measure: {reason}")
         return False
     bytes_per_s = bandwidth()
+    rows: list[dict[str, Any]] = [{"part": "machine", "bandwidth_bytes_per_s": bytes_per_s, **_more_versions()}]
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if out is not None:
+            write_record(out, "kernels", "cuda", SEED, start, rows)
+
+    for row in _checks(console, quick):
+        add(row)
     cases = []
+    budget_ms = 20 if quick else 60
     for name in QUICK if quick else SHAPES:
         # The paper trained in float32; at the longer shapes nobody does.
         for dtype in DTYPES if SHAPES[name][1] < 2048 else ("bfloat16",):
             console.print(f"measuring {name}, {dtype}", style="dim")
-            cases.append(_case(name, dtype, which, 20 if quick else 60, bytes_per_s))
+            cases.append(_case(name, dtype, which, budget_ms, bytes_per_s))
+            add({"part": "shape", **cases[-1]})
+    if not quick:
+        for row in _forms(budget_ms):
+            console.print(f"measured {row['part']} {row.get('name', '')}", style="dim")
+            add(row)
     console.print(_table(cases))
-    right = all(case["right"] for case in cases)
+    wrong = [row for row in rows if row.get("right") is False]
+    for row in wrong:
+        console.print(f"WRONG: {row['name']}: {row.get('failure') or row.get('errors') or row.get('error')}")
     if out is not None:
-        record = {
-            "benchmark": "kernels",
-            "commit": commit(),
-            "hardware": hardware("cuda"),
-            "versions": versions() | _more_versions(),
-            "seed": SEED,
-            "bandwidth_bytes_per_s": bytes_per_s,
-            "wall_s": round(time.perf_counter() - start, 1),
-            "right": right,
-            "cases": cases,
-        }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1) + "\n")
         console.print(f"written to {out}")
-    return right
+    return not wrong

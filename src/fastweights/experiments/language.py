@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastweights.experiments.base import BadInput, Experiment, Given, Plot, Request, Scale, storable
+from fastweights.experiments.base import Experiment, Plot, Scale, storable
+from fastweights.experiments.text import SPLITS, WIKITEXT103, Text, corpus_of, take
 from fastweights.experiments.trained import Trainable, runner
 
 if TYPE_CHECKING:
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
     from fastweights.training.config import TrainingConfig
     from fastweights.training.language import LanguageTask
 
-EMBEDDED = Path("data") / "embedded"
 GIVEN = ("corpus", "set")
 _OWN_OPTIONS = {"seed": "--seeds", **dict.fromkeys(("accelerator", "devices", "nodes", "strategy"), "--device")}
-SPLITS = ("valid", "test")
 SEEDS = (1111,)
 """The authors' seed; the paper has one run of each model."""
 
@@ -68,23 +67,6 @@ MODELS = {
     "dpfp-1": Model("DPFP-1, sum", {"mixer": "dpfp"}),
     "dpfp-1-delta": Model("DPFP-1, delta", {"mixer": "dpfp", "rule": "delta"}),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Text:
-    """The corpus a table needs at its full scale."""
-
-    name: str
-    words: int
-    kind: str
-
-    @property
-    def remedy(self) -> str:
-        return f"`fastweights data {self.kind} --source DIR --out data/{self.kind}`, then --data data/{self.kind}"
-
-
-WIKITEXT103 = Text(name="WikiText-103", words=267_735, kind="wikitext103")
-WIKITEXT2 = Text(name="WikiText-2", words=33_278, kind="wikitext2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,58 +144,6 @@ def labels(*names: str) -> dict[str, str]:
     return {name: MODELS[name].label for name in names}
 
 
-def take(text: Text) -> Callable[[str, Request], Given]:
-    """`Experiment.take`: the embedded corpus at scales smoke and small, and a corpus like `text` at the others."""
-
-    def take(scale: str, request: Request) -> Given:
-        if scale in ("smoke", "small"):
-            if request.data:
-                raise BadInput(f"--data is for scales paper and code; scale {scale} learns from Python's documentation")
-            folder = _embedded()
-        else:
-            folder = _folder_of(text, scale, request.data)
-        corpus = identify(folder)
-        return Given({"corpus": corpus, "set": dict(request.settings)}, folder)
-
-    return take
-
-
-def _embedded() -> Path:
-    from fastweights.data.prepare import prepare
-
-    prepare("embedded", None, EMBEDDED)
-    return EMBEDDED
-
-
-def _folder_of(text: Text, scale: str, folders: Sequence[Path]) -> Path:
-    from fastweights.data.manifest import DataError, read_manifest
-
-    need = f"scale {scale} needs {text.name}, or a corpus of as many words ({text.words:,})"
-    if not folders:
-        raise BadInput(f"{need}: {text.remedy}")
-    found = []
-    for folder in folders:
-        manifest = read_manifest(folder)
-        if manifest is None:
-            missing = "was not finished or is something else" if folder.is_dir() else "does not exist"
-            raise DataError(f"there is no corpus in {folder}, which {missing}; {text.remedy}")
-        words = manifest["vocabulary"]["size"]
-        if words == text.words:
-            return folder
-        found.append(f"{folder} has {words:,} ({manifest['name']})")
-    raise BadInput(f"{need}; {', '.join(found)}: {text.remedy}")
-
-
-def identify(folder: Path) -> dict[str, Any]:
-    """The corpus as it stands in a cell's configuration: which text it is, wherever it lies."""
-    from fastweights.data.tokens import Corpus
-
-    corpus = Corpus.load(folder)
-    manifest = corpus.manifest
-    name = "Python's documentation" if manifest["kind"] == "embedded" else manifest["name"]
-    return {"name": name, "words": len(corpus.vocabulary), "fingerprint": corpus.fingerprint}
-
-
 def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
     """`Experiment.configure` of a table with those scales: everything in full, so that no default is left to change."""
 
@@ -253,6 +183,7 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
             "network": storable(found.model.to_dict()),
             "training": storable(training),
             "evaluations": _evaluations(at, found.model.mixer, recipe.context),
+            **({} if found.documents == "none" else {"documents": found.documents}),
         }
 
     return configure
@@ -274,24 +205,11 @@ def build(config: Mapping[str, Any], data: Path | None) -> tuple[LanguageTask, T
     from fastweights.training.config import TrainingConfig
     from fastweights.training.language import LanguageTask
 
-    cutting = {name: config[name] for name in ("segment", "batch_size", "eval_batch", "context")}
+    names = ("segment", "batch_size", "eval_batch", "context", "documents")
+    cutting = {name: config[name] for name in names if name in config}
     task = LanguageTask(LanguageModelConfig.from_dict(config["network"]), corpus_of(config, data), **cutting)
     training = {**config["training"], "betas": tuple(config["training"]["betas"])}
     return task, TrainingConfig(**training, log_every=min(200, max(1, config["steps"] // 50)))
-
-
-def corpus_of(config: Mapping[str, Any], data: Path | None) -> Corpus:
-    """The text of a cell, which must be the one it is named after."""
-    from fastweights.data.tokens import Corpus, TokenStream
-
-    assert data is not None
-    corpus = Corpus.load(data)
-    if corpus.fingerprint != config["corpus"]["fingerprint"]:
-        raise BadInput(f"the corpus in {data} was changed while it was being used")
-    if config["excerpt"] is None:
-        return corpus
-    train, valid, test = (TokenStream(corpus.split(s).tokens[: config["excerpt"]]) for s in ("train", *SPLITS))
-    return replace(corpus, train=train, valid=valid, test=test)
 
 
 def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: str) -> dict[str, Any]:
@@ -319,6 +237,7 @@ def _evaluate(
     options: Mapping[str, Any],
     device: str,
 ) -> dict[str, Any]:
+    from fastweights.data.documents import mark_documents
     from fastweights.files import write_atomically
     from fastweights.training.evaluate import measure, protocol
 
@@ -329,7 +248,8 @@ def _evaluate(
         if path.exists():
             found[split] = json.loads(path.read_text())
             continue
-        result = measure(model, corpus.split(split), how)
+        stream = mark_documents(corpus.split(split), corpus.vocabulary, config.get("documents", "none"))
+        result = measure(model, stream, how)
         found[split] = storable({"loss": result.loss, "ppl": result.ppl, "tokens": result.tokens})
         write_atomically(path, json.dumps(found[split]).encode())
     if how.mem_len is not None:

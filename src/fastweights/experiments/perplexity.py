@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from fastweights.experiments.base import NOT_RUN, Claim, Record, Results, Table
-from fastweights.experiments.language import SPLITS
+from fastweights.experiments.text import SPLITS
 
 Pair = tuple[float, float]
 """Validation and test perplexity."""

@@ -36,7 +36,8 @@ from fastweights.experiments.base import (
     Setup,
     Table,
 )
-from fastweights.experiments.language import SMALL, SMOKE, WIKITEXT103, Language
+from fastweights.experiments.language import SMALL, SMOKE, Language
+from fastweights.experiments.text import WIKITEXT103
 from fastweights.experiments.trained import forget_peak, means
 
 if TYPE_CHECKING:

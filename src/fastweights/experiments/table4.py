@@ -31,6 +31,7 @@ from fastweights.experiments.perplexity import (
     show,
     show_pair,
 )
+from fastweights.experiments.text import SPLITS
 
 LIMITED = {"linear": table2.PAPER[256]["linear"], "delta-nopos": table3.PAPER["delta-nopos"]}
 PAPER: dict[str, Pair] = {"delta-carried": (27.8, 29.4), "xl": (24.6, 25.5)}
@@ -157,7 +158,7 @@ def table(results: Results) -> Table:
             parameters = f"{metrics['parameters'] / 1e6:.2f} M" if "parameters" in metrics else ""
             for number, found in enumerate(metrics.get("evaluations") or [metrics]):
                 name = f"{label}, memory {found['mem_len']}" if "mem_len" in found else label
-                ours = [show_found(found, split) for split in language.SPLITS]
+                ours = [show_found(found, split) for split in SPLITS]
                 rows.append((name, parameters, _count(found.get("state_size")), *ours, *_theirs(model, number, size)))
     return Table(header, tuple(rows))
 
@@ -186,7 +187,7 @@ def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if config["size"] != 256:
         return None
     if config["model"] in PAPER_BROKEN:
-        return dict.fromkeys(language.SPLITS, PAPER_BROKEN[config["model"]])
+        return dict.fromkeys(SPLITS, PAPER_BROKEN[config["model"]])
     found: dict[str, Any] | None = entry({**PAPER, **LIMITED}.get(config["model"]))
     if config["model"] != "xl":
         return found

@@ -11,6 +11,7 @@ from fastweights.experiments import language, perplexity, table2, table5
 from fastweights.experiments.base import Claim, Results
 from fastweights.experiments.language import Language
 from fastweights.experiments.perplexity import best_of, lower, show_pair
+from fastweights.experiments.text import WIKITEXT2
 
 LABELS = language.labels("transformer", "linear", "delta", "dpfp-1-delta")
 FULL = Language(presets={128: "tiny"}, settings={"steps": 3600}, stride=64)
@@ -67,5 +68,5 @@ EXPERIMENT = language.experiment(
     scales=SCALES,
     claims=claims,
     table=perplexity.table(LABELS, {}),
-    text=language.WIKITEXT2,
+    text=WIKITEXT2,
 )

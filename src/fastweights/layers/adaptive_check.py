@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import cache
 
@@ -51,7 +52,9 @@ def _verdict(dtype: torch.dtype, weight_dtype: torch.dtype, d: int, device: torc
     errors = compare(dtype, weight_dtype, d, device, tokens=700, words=9000, cutoffs=(500, 1000, 7500))
     if wrong := {name: error for name, error in errors.items() if not error <= LIMITS[dtype]}:
         off = ", ".join(f"{name} by {error:.0e}" for name, error in wrong.items())
-        return f"the softmax kernels for {dtype}, d = {d} are wrong on this machine: off {off}"
+        reason = f"the softmax kernels for {dtype}, d = {d} are wrong on this machine: off {off}"
+        warnings.warn(f"{reason}. They will not be used here, plain PyTorch is; please report this.", stacklevel=2)
+        return reason
     return None
 
 

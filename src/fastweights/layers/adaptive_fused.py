@@ -22,8 +22,8 @@ class Config(NamedTuple):
     """One row of the table. All integers, so that it passes through a custom op.
 
     The forward pass takes `tile` tokens and `step` rows of weights at a time, the backward pass `back_tile` rows and
-    `back_step` tokens. A softmax of few tokens is split into parts of its rows, of `least` rows or more, so that there
-    are up to `parts` programs.
+    `back_step` tokens. In the forward pass a softmax of few tokens is split into parts of its rows, of `least` rows or
+    more, in the backward pass the head into parts of the tokens, so that each makes up to `parts` programs.
     """
 
     tile: int
@@ -194,23 +194,32 @@ def fused_nll_backward(
     """Gradients of the four parameters, in `dtype`: every program has rows of its own and walks over their tokens."""
     kernels, setting = _kernels(), Config(*config)
     C, d = len(cutoffs), x.shape[1]
-    V = len(packed) - C
+    V, (head, *clusters) = len(packed) - C, _sizes(cutoffs, len(packed) - C)
     _, rows = _bounds(tuple(cutoffs), V, str(x.device))
     d_weight, d_bias = x.new_empty(V, d, dtype=dtype), x.new_empty(V, dtype=dtype)
-    d_cluster_weight, d_cluster_bias = x.new_empty(C, d, dtype=dtype), x.new_empty(C, dtype=dtype)
-    tiles = sum(-(-size // setting.back_tile) for size in _sizes(cutoffs, V))
+    tiles = -(-head // setting.back_tile)
+    parts = max(1, min(setting.parts // tiles, -(-len(x) // setting.back_step)))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    d_head, d_head_bias = x.new_empty(parts, head, d, dtype=wide), x.new_empty(parts, head, dtype=wide)
     with _device(x):
-        kernels.weight_gradient[(tiles,)](
+        kernels.weight_gradient[(parts * tiles + sum(-(-size // setting.back_tile) for size in clusters),)](
             *(x, packed, packed_bias, entries, starts, rows, totals, grad.index_select(0, order)),
-            *(d_weight, d_bias, d_cluster_weight, d_cluster_bias, len(x)),
+            *(d_head, d_head_bias, d_weight, d_bias, len(x)),
             **_constants(x, cutoffs),
             TILE=setting.back_tile,
             STEP=setting.back_step,
+            PARTS=parts,
             ACC=_accumulator(x.dtype),
             PRECISION=PRECISION[x.dtype],
             num_warps=setting.back_warps,
             num_stages=setting.back_stages,
         )
+    found = []
+    for whole, split in ((d_weight, d_head), (d_bias, d_head_bias)):
+        sums = split.sum(0)
+        whole[: head - C].copy_(sums[: head - C])
+        found += [whole, sums[head - C :].to(dtype, copy=True)]
+    d_weight, d_cluster_weight, d_bias, d_cluster_bias = found
     return d_weight, d_bias, d_cluster_weight, d_cluster_bias
 
 

@@ -234,30 +234,46 @@ def weight_gradient(
     rows,
     totals,  # (2, N) in base 2
     grad,  # (N,) sorted
-    d_weight,  # (V, D)
+    d_head,  # (PARTS, rows of the head, D) one for each part of the tokens
+    d_head_bias,  # (PARTS, rows of the head)
+    d_weight,  # (V, D), of which the head's words are left out
     d_bias,  # (V,)
-    d_cluster_weight,  # (S - 1, D)
-    d_cluster_bias,  # (S - 1,)
     N,
     S: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
+    PARTS: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """TILE rows of one softmax over all its tokens, STEP at a time: sum of grad (p - 1[target]) x."""
-    s = tl.zeros((), tl.int32)
-    tile = tl.program_id(0)
+    """TILE rows of one softmax over its tokens, STEP at a time: sum of grad (p - 1[target]) x.
+
+    The head has few rows and all the tokens, so that these are split into parts; the clusters come after it.
+    """
+    program = tl.program_id(0)
     begin = tl.load(rows)
     end = tl.load(rows + 1)
-    while tile >= tl.cdiv(end - begin, TILE):
-        tile -= tl.cdiv(end - begin, TILE)
+    size = end
+    s = tl.zeros((), tl.int32)
+    tile = program // PARTS
+    part = program % PARTS
+    if tile >= tl.cdiv(size, TILE):
+        tile = program - tl.cdiv(size, TILE) * PARTS
         s += 1
         begin = end
-        end = tl.load(rows + s + 1)
+        end = tl.load(rows + 2)
+        while tile >= tl.cdiv(end - begin, TILE):
+            tile -= tl.cdiv(end - begin, TILE)
+            s += 1
+            begin = end
+            end = tl.load(rows + s + 1)
     first, stop = tokens_of(s, N, starts)
+    if s == 0:
+        share = tl.cdiv(tl.cdiv(N, PARTS), STEP) * STEP
+        first = part * share
+        stop = tl.minimum(first + share, N)
     level = tl.minimum(s, 1) * N
     begin += tile * TILE
     own = begin + tl.arange(0, TILE)
@@ -276,17 +292,14 @@ def weight_gradient(
         p = tl.where(own[:, None] == entry[None, :], p - 1.0, p) * g[None, :]
         d_b += tl.sum(p, 1)
         d_w += multiply(p.to(t.dtype), t, PRECISION)
-    # The head's last rows are the clusters' vectors; beyond them words have moved by as many rows.
-    head = tl.load(rows + 1) - (S - 1)
-    cluster = own - head
-    is_cluster = (s == 0) & (cluster >= 0)
-    word = tl.where(s == 0, own, own - (S - 1))
     columns = tl.arange(0, BLOCK_D)
     mine = (own < end)[:, None] & (columns[None, :] < D)
-    to = d_weight + word[:, None].to(tl.int64) * D + columns[None, :]
-    tl.store(to, d_w.to(d_weight.dtype.element_ty), mine & ~is_cluster[:, None])
-    tl.store(d_bias + word, d_b.to(d_bias.dtype.element_ty), (own < end) & ~is_cluster)
-    if S > 1:
-        to = d_cluster_weight + cluster[:, None] * D + columns[None, :]
-        tl.store(to, d_w.to(d_cluster_weight.dtype.element_ty), mine & is_cluster[:, None])
-        tl.store(d_cluster_bias + cluster, d_b.to(d_cluster_bias.dtype.element_ty), (own < end) & is_cluster)
+    if s == 0:
+        to = part * size + own
+        tl.store(d_head + to[:, None] * D + columns[None, :], d_w, mine)
+        tl.store(d_head_bias + to, d_b, own < end)
+    else:
+        # Behind the clusters' vectors, words have moved by as many rows.
+        to = own - (S - 1)
+        tl.store(d_weight + to[:, None] * D + columns[None, :], d_w.to(d_weight.dtype.element_ty), mine)
+        tl.store(d_bias + to, d_b.to(d_bias.dtype.element_ty), own < end)

@@ -8,13 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastweights.feature_maps import FeatureMap, feature_map
+from fastweights.feature_maps import DPFP, ELU, FeatureMap, ReLU, feature_map
 from fastweights.layers.checks import check_input, check_token, head_size
+from fastweights.ops.backends import may_fuse
+from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.normalization import l2_normalize, sum_normalize
 from fastweights.ops.rules import Rule, update_rule
 from fastweights.ops.state import FastWeightState
 from fastweights.ops.tables import look_up
+
+# Maps that kernels compute from raw heads.
+_FUSED: dict[type[FeatureMap], str] = {ELU: "elu", ReLU: "relu", DPFP: "dpfp"}
 
 Normalize = Callable[[Tensor], Tensor] | None
 
@@ -82,6 +87,7 @@ class FastWeightAttention(nn.Module):
         self.feature_map = _feature_map(feature_map, d_head, feature_map_options)
         self.normalization = "none" if normalization is None else normalization
         self.normalize, self.memory_normalization = look_up(NORMALIZATIONS, self.normalization, "normalization")
+        self.features = _features(self.feature_map, self.normalize)
         self.project_queries, self.output_scale, self.backend = project_queries, output_scale, backend
         self.sizes = [d_head if project_queries else 0, d_head, self.d_value, *[1] * len(self.rule.gates)]
         self.project = nn.Linear(d_model, n_heads * sum(self.sizes), bias=bias)
@@ -106,12 +112,17 @@ class FastWeightAttention(nn.Module):
         x = check_input(x, self.d_model, mask)
         return self._attend(x, state, self.feature_map, mask, cu_seqlens, starts)
 
-    def step(self, x: Tensor, state: FastWeightState | None = None) -> tuple[Tensor, FastWeightState]:
-        """One token: x (B, d_model) -> y (B, d_model), state. Memory and time do not grow with the tokens seen."""
+    def step(
+        self, x: Tensor, state: FastWeightState | None = None, in_place: bool = False
+    ) -> tuple[Tensor, FastWeightState]:
+        """One token: x (B, d_model) -> y (B, d_model), state. Memory and time do not grow with the tokens seen.
+
+        With `in_place` the given state may be overwritten by the one that is returned.
+        """
         x = check_token(x, self.d_model)
         # Random features stay as they are: a memory can only be read with the features it was written with.
         same_features = lambda q, k: (self.feature_map.map(q), self.feature_map.map(k))  # noqa: E731
-        y, state = self._attend(x, state, same_features)
+        y, state = self._attend(x, state, same_features, in_place=in_place)
         return y.squeeze(1), state
 
     def _attend(
@@ -122,31 +133,41 @@ class FastWeightAttention(nn.Module):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         starts: Tensor | None = None,
+        in_place: bool = False,
     ) -> tuple[Tensor, FastWeightState]:
         q, k, v, *gates = self.project(x).unflatten(-1, (self.n_heads, -1)).split(self.sizes, -1)
-        q, k = phi(q if self.project_queries else x.unflatten(-1, (self.n_heads, -1)), k)
-        if self.normalize is not None:
-            q, k = self.normalize(q), self.normalize(k)
+        q = q if self.project_queries else x.unflatten(-1, (self.n_heads, -1))
+        fused = self.features is not None and may_fuse(v.device, self.backend)
+        if not fused:
+            q, k = phi(q, k)
+            if self.normalize is not None:
+                q, k = self.normalize(q), self.normalize(k)
         y, state = fast_weight_memory(
             q.to(v.dtype),
             k.to(v.dtype),
             v,
             rule=self.rule,
-            **{name: self._gate(name, gate) for name, gate in zip(self.rule.gates, gates, strict=True)},
+            **{name: self._gate(name, gate, fused) for name, gate in zip(self.rule.gates, gates, strict=True)},
             normalization=self.memory_normalization,
             cu_seqlens=cu_seqlens,
             state=state,
             backend=self.backend,
             mask=mask,
             starts=starts,
+            features=self.features if fused and self.features is not None else PLAIN,
+            in_place=in_place,
         )
         y = self.out(y.flatten(-2) * self.output_scale)
         return y if mask is None else y.masked_fill(~mask.unsqueeze(-1), 0), state
 
-    def _gate(self, name: str, raw: Tensor) -> Tensor:
-        """A gate in (0, 1), at least float32: a decay next to 1 has no room in 16 bits."""
-        raw = raw.squeeze(-1).to(torch.promote_types(raw.dtype, torch.float32))
-        return (raw + self.decay_bias if name == "decay" else raw).sigmoid()
+    def _gate(self, name: str, raw: Tensor, logit: bool) -> Tensor:
+        """A gate in (0, 1), at least float32: a decay next to 1 has no room in 16 bits. Or the `logit` of it."""
+        raw = raw.squeeze(-1)
+        if name == "decay":
+            raw = raw.to(torch.promote_types(raw.dtype, torch.float32)) + self.decay_bias
+        if logit:
+            return raw
+        return raw.to(torch.promote_types(raw.dtype, torch.float32)).sigmoid()
 
     def extra_repr(self) -> str:
         """Shown by print(layer)."""
@@ -160,3 +181,11 @@ def _feature_map(phi: str | FeatureMap, d_head: int, options: Mapping[str, Any] 
     if isinstance(phi, FeatureMap) and phi.d_key != d_head:
         raise ValueError(f"feature_map is for d_key = {phi.d_key}, but a head has d_head = {d_head}")
     return feature_map(phi, d_head, **(options or {}))
+
+
+def _features(phi: FeatureMap, normalize: Normalize) -> Features | None:
+    """The map and normalisation as kernels know them, if they do; gates then come as logits."""
+    name = _FUSED.get(type(phi))
+    if name is None or normalize not in (None, sum_normalize):
+        return None
+    return Features.named(name, getattr(phi, "nu", 0), normalize is not None, logits=True)

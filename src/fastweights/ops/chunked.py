@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fastweights.ops.autograd import differentiable, like_inputs, wants_gradients
+
 Optional3 = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -194,8 +196,8 @@ def chunked(
     W: Tensor,
     cu_seqlens: Tensor | None,
     dtype: torch.dtype,
-    chunk: int,
     keep: bool,
+    chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y in `dtype`, the final W, and with `keep` the state before each chunk for the backward pass."""
     with torch.autocast(q.device.type, enabled=False):
@@ -214,7 +216,7 @@ def chunked(
 
 
 @chunked.register_fake
-def _(q, k, v, a, e, w, W, cu_seqlens, dtype, chunk, keep):  # type: ignore[no-untyped-def]
+def _(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, chunk):  # type: ignore[no-untyped-def]
     count = _number_of_chunks(q.shape[1], q.shape[0], chunk, cu_seqlens)
     before = W.new_empty((count, *W.shape[1:])) if keep else W.new_empty(0)
     return v.new_empty(v.shape, dtype=dtype), torch.empty_like(W), before
@@ -223,7 +225,7 @@ def _(q, k, v, a, e, w, W, cu_seqlens, dtype, chunk, keep):  # type: ignore[no-u
 @torch.library.custom_op("fastweights::chunked_backward", mutates_args=())
 def chunked_backward(
     dy: Tensor,
-    dW: Tensor,
+    dW: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -245,7 +247,11 @@ def chunked_backward(
         du = x.scores.mT @ dy
         from_reads = x.faded(x.q).mT @ dy
         dW_after = torch.empty_like(W)
-        dW = layout.sort(dW.to(before.dtype))
+        if dW is None:
+            N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+            dW = before.new_zeros((N, *before.shape[1:]))
+        else:
+            dW = layout.sort(dW.to(before.dtype))
         for n, at in zip(reversed(layout.active), reversed(layout.slices), strict=True):
             dW_after[at] = later = dW[:n]
             du[at] += x.k_left[at] @ later
@@ -302,26 +308,11 @@ def _decay_gradient(x: Chunks, dspan: Tensor) -> Tensor:
 
 @chunked_backward.register_fake
 def _(dy, dW, q, k, v, a, e, w, before, cu_seqlens, chunk):  # type: ignore[no-untyped-def]
-    like = [x for x in (q, k, v, a, e, w) if x is not None]
-    grads = [x.new_empty(x.shape) for x in like]
-    return [*grads, dW.new_empty(dW.shape, dtype=before.dtype)]
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    return [*like_inputs(q, k, v, a, e, w), before.new_empty((N, *before.shape[1:]))]
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, a, e, w, _, cu_seqlens, _, chunk, _ = inputs
-    ctx.save_for_backward(q, k, v, a, e, w, output[2], cu_seqlens)
-    ctx.chunk = chunk
-
-
-def _backward(ctx, dy, dW, _):  # type: ignore[no-untyped-def]
-    q, k, v, a, e, w, before, cu_seqlens = ctx.saved_tensors
-    grads = iter(chunked_backward(dy, dW, q, k, v, a, e, w, before, cu_seqlens, ctx.chunk))
-    dq, dk, dv = next(grads), next(grads), next(grads)
-    da, de, dw = (None if gate is None else next(grads) for gate in (a, e, w))
-    return dq, dk, dv, da, de, dw, next(grads), None, None, None, None
-
-
-chunked.register_autograd(_backward, setup_context=_setup_context)
+differentiable(chunked, chunked_backward)
 
 
 def recurrence(
@@ -337,6 +328,6 @@ def recurrence(
 ) -> tuple[Tensor, Tensor]:
     """The chunked recurrence, as `ops.family.Recurrence` has it."""
     inputs = (q, k, v, a, e, w, W)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    y, W, _ = chunked(*inputs, cu_seqlens, dtype, chunk_length(k.shape[-1], v.shape[-1]), keep)
+    keep = wants_gradients(*inputs)
+    y, W, _ = chunked(*inputs, cu_seqlens, dtype, keep, chunk_length(k.shape[-1], v.shape[-1]))
     return y, W

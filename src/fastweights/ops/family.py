@@ -18,6 +18,9 @@ from torch.nn.functional import pad
 
 from fastweights.ops.normalization import safe_divide
 from fastweights.ops.problem import Problem
+from fastweights.ops.rules import Rule
+
+Optional3 = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Recurrence(Protocol):
@@ -40,14 +43,7 @@ class Recurrence(Protocol):
 def run(problem: Problem, recurrence: Recurrence) -> tuple[Tensor, Tensor, Tensor | None]:
     """y, final W and z of a rule of the family."""
     q, k, v, W, z, packed = problem.q, problem.k, problem.v, problem.W, problem.z, problem.cu_seqlens
-    assert problem.rule.coefficients is not None
-    # The gates are small next to q, k and v, and 1 - beta has no digits to lose.
-    gates = {name: gate.to(problem.state_dtype) for name, gate in problem.gates.items()}
-    a, e, w = problem.rule.coefficients(**gates)
-    if problem.starts is not None:
-        # A memory that fades to nothing is empty, exactly.
-        kept = (~problem.starts).to(problem.state_dtype).unsqueeze(-1)
-        a = kept.repeat(1, 1, q.shape[2]) if a is None else a * kept
+    a, e, w = coefficients(problem)
     if z is None:
         y, W = recurrence(q, k, v, a, e, w, W, packed, q.dtype)
         return y, W, None
@@ -66,6 +62,38 @@ def run(problem: Problem, recurrence: Recurrence) -> tuple[Tensor, Tensor, Tenso
         z = z[..., 0]
         y, W = recurrence(q, k, v, a, safe_divide(e, recalled[..., 0]), w, W, packed, wide)
     return safe_divide(y, total).to(q.dtype), W, z
+
+
+class _Logit:
+    """Stands for the sigmoid of `x` where a rule computes its coefficients from gates."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __rsub__(self, other: int) -> _Logit:
+        assert other == 1
+        return _Logit(-self.x)
+
+
+def coefficients(problem: Problem) -> Optional3:
+    """a, e and w, or their logits where the gates are logits; one and the same tensor where two are one gate."""
+    a, e, w = coefficients_of(problem.rule, problem.gates, bool(problem.features.logits), problem.state_dtype)
+    if problem.starts is None:
+        return a, e, w
+    # A memory that fades to nothing is empty, exactly.
+    kept = (~problem.starts).to(problem.state_dtype).unsqueeze(-1)
+    return kept.repeat(1, 1, problem.q.shape[2]) if a is None else a * kept, e, w
+
+
+def coefficients_of(rule: Rule, gates: dict[str, Tensor], logits: bool, wide: torch.dtype) -> Optional3:
+    """The same from gates alone; those that are no logits are first made `wide`."""
+    assert rule.coefficients is not None
+    if logits:
+        found = rule.coefficients(**{name: _Logit(gate) for name, gate in gates.items()})
+        a, e, w = (None if c is None else c.x for c in found)  # type: ignore[attr-defined]
+        return a, e, w
+    # The gates are small next to q, k and v, and 1 - beta has no digits to lose.
+    return rule.coefficients(**{name: gate.to(wide) for name, gate in gates.items()})
 
 
 def parts(problem: Problem) -> list[tuple[int, bool, bool, bool, bool]]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastweights.ops.backends import select
+from fastweights.ops import backends
+from fastweights.ops.autograd import wants_gradients
+from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import Rule, update_rule
 from fastweights.ops.state import FastWeightState
@@ -31,6 +36,8 @@ def fast_weight_memory(
     backend: str = "auto",
     mask: Tensor | None = None,
     starts: Tensor | None = None,
+    features: Features = PLAIN,
+    in_place: bool = False,
 ) -> tuple[Tensor, FastWeightState]:
     """Write each value under its key and read with each query, step by step: Eqs. 17-19 and 20-28 of the paper.
 
@@ -53,10 +60,22 @@ def fast_weight_memory(
         mask: (B, T), False for padding: such a token changes nothing, and its output is 0.
         starts: (B, T), True where a new text begins in a row: the memory is emptied before that token. Unlike
             `cu_seqlens` it leaves the shapes as they are, and a row may begin with the rest of an older text.
+        features: what q, k and the gates still have to go through. With `Features.named("dpfp", nu=3, sum=True,
+            logits=True)` the call is equivalent to, and on a GPU never stores, what is here in
+
+                q, k = sum_normalize(dpfp(q, nu=3)), sum_normalize(dpfp(k, nu=3))
+                fast_weight_memory(q, k, v, beta=beta.float().sigmoid(), ...)
+        in_place: the given state is not needed any more, and may be overwritten by the one that is returned.
 
     Returns:
         y (B, T, H, M) in the dtype of q, and the state after the last step (float32 for 16-bit inputs).
     """
+    # Checks, and the choice of a backend, take longer than the smaller kernels: once for each set of shapes.
+    same = _signature(q, k, v, rule, beta, decay, state, backend, features)
+    plain = cu_seqlens is None and mask is None and starts is None and normalization is None
+    if same is not None and plain and (again := _again.get(same)) is not None:
+        y, W = again[0](q, k, v, beta, decay, None if state is None else state.W, in_place)
+        return y, FastWeightState(W)
     rule = update_rule(rule)
     q, k, v = _autocast(q, k, v)
     gates = _check_inputs(rule, q, k, v, {"beta": beta, "decay": decay})
@@ -64,14 +83,56 @@ def fast_weight_memory(
     _check_tokens("mask", mask, q, "True for tokens that count")
     _check_tokens("starts", starts, q, "True where a new text begins")
     _check_packing(q, cu_seqlens)
-    W, z = _initial_state(q, v, state, normalization == "attention", cu_seqlens)
-    if mask is not None:
-        q, k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (q, k, v))
-        idle = {"beta": 0.0, "decay": 1.0}
-        gates = {name: gate.masked_fill(~mask[..., None], idle[name]) for name, gate in gates.items()}
-    problem = Problem(rule, q, k, v, gates, W, z, cu_seqlens, mask, starts)
-    y, W, z = select(problem, backend).run(problem)
+    D = features.size(q.shape[3])
+    W, z = _initial_state(q, D, v, state, normalization == "attention", cu_seqlens)
+    problem = Problem(rule, q, k, v, gates, W, z, cu_seqlens, mask, starts, features, in_place)
+    # A gate that is still a logit cannot be held open or shut.
+    problem = problem if mask is None and starts is None else problem.mapped()
+    y, W, z = backends.run(problem if mask is None else _masked(problem, mask), backend)
+    if same is not None and plain and (shortest := backends.again(problem, backend)) is not None:
+        if len(_again) >= _MOST:
+            _again.clear()
+        # The rule is kept with it, so that its number is not given to another.
+        _again[same] = shortest, rule
     return y, FastWeightState(W, z)
+
+
+# The shortest way to run what was run before, by everything that the way depends on.
+_again: dict[tuple[Any, ...], tuple[Callable[..., tuple[Tensor, Tensor]], Rule]] = {}
+_MOST = 4096
+
+
+def _signature(
+    q: Any, k: Any, v: Any, rule: Any, beta: Any, decay: Any, state: Any, backend: str, features: Features
+) -> tuple[Any, ...] | None:
+    """Everything that checks and the choice of a backend depend on, of plain tensors on a GPU; None for others."""
+    if torch.compiler.is_compiling() or type(q) is not Tensor or not backends.worth_it(q):
+        return None
+    kind = q.device.type
+    if torch._C._are_functorch_transforms_active():
+        return None
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype:
+        return None
+    try:
+        return (
+            *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype),
+            *(k.device, v.device, None if beta is None else (beta.shape, beta.stride(), beta.dtype, beta.device)),
+            None if decay is None else (decay.shape, decay.stride(), decay.dtype, decay.device),
+            None if state is None else (state.z is None, state.W.shape, state.W.dtype, state.W.device),
+            # One token is another kernel where nobody wants gradients.
+            q.shape[1] == 1 and wants_gradients(q, k, v, beta, decay, None if state is None else state.W),
+            *(rule if type(rule) is str else id(rule), backend, features, os.environ.get(backends.ENVIRONMENT)),
+        )
+    except AttributeError:
+        return None
+
+
+def _masked(problem: Problem, mask: Tensor) -> Problem:
+    """With nothing to read or write where the mask is False."""
+    q, k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (problem.q, problem.k, problem.v))
+    idle = {"beta": 0.0, "decay": 1.0}
+    gates = {name: gate.masked_fill(~mask[..., None], idle[name]) for name, gate in problem.gates.items()}
+    return replace(problem, q=q, k=k, v=v, gates=gates)
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -156,10 +217,10 @@ def _check_packing(q: Tensor, cu_seqlens: Tensor | None) -> None:
 
 
 def _initial_state(
-    q: Tensor, v: Tensor, state: FastWeightState | None, with_z: bool, cu_seqlens: Tensor | None
+    q: Tensor, D: int, v: Tensor, state: FastWeightState | None, with_z: bool, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """W and z to start from: checked ones of `state`, or zeros."""
-    (B, _, H, D), M = q.shape, v.shape[-1]
+    B, H, M = q.shape[0], q.shape[2], v.shape[-1]
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
     dtype = torch.promote_types(q.dtype, torch.float32)
     if state is None:

@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.rules import Rule
 
 
@@ -21,7 +22,9 @@ class Problem:
 
     N is B, or the number of packed sequences. z is there exactly when attention normalisation is asked for. Where
     `mask` (B, T) is False, q, k and v are zero and the gates say "change nothing" already; only a rule outside the
-    family has to look at it. Where `starts` (B, T) is True, W and z are emptied before that token.
+    family has to look at it. Where `starts` (B, T) is True, W and z are emptied before that token. q, k and the gates
+    may be raw: `features` are what they have to go through first, and D is the size they have then. With `in_place` the
+    memory of W and z may be used again for what they become.
     """
 
     rule: Rule
@@ -34,6 +37,16 @@ class Problem:
     cu_seqlens: Tensor | None = None
     mask: Tensor | None = None
     starts: Tensor | None = None
+    features: Features = PLAIN
+    in_place: bool = False
+
+    def mapped(self) -> Problem:
+        """The same with keys, queries and gates as they go into the memory."""
+        if self.features == PLAIN:
+            return self
+        phi, dtype = self.features.of, self.v.dtype
+        gates = {name: self.features.gate(gate) for name, gate in self.gates.items()}
+        return replace(self, q=phi(self.q).to(dtype), k=phi(self.k).to(dtype), gates=gates, features=PLAIN)
 
     @property
     def state_dtype(self) -> torch.dtype:

@@ -68,13 +68,15 @@ class Recorder:
     """
 
     def __init__(self, update: Update, device: torch.device) -> None:
-        self.update, self.device = update, device
+        self.update = update
         self._recordings: dict[Any, _Recording] = {}
         self._rehearsed: dict[Any, int] = {}
         self._last: Any = None
         self._count = 0
+        cuda = device.type == "cuda"
         # Graphs that never run side by side may share their memory.
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._pool = torch.cuda.graph_pool_handle() if cuda else None
+        self._side = torch.cuda.Stream(device) if cuda else None
 
     def __call__(self, batches: Any, carry: Any) -> tuple[Any, Any]:
         """One update: the carried state as it was before, and as it is now."""
@@ -95,18 +97,18 @@ class Recorder:
 
     def _record(self, kind: Any, batches: Any, carry: Any) -> None:
         inputs = map_tensors(torch.clone, (batches, carry))
-        replay = capture(lambda: self.update(*inputs, True), self._pool)
+        replay = capture(lambda: self.update(inputs[0], inputs[1], True), self._pool)
         self._recordings[kind] = _Recording(replay, inputs, tensors_of(inputs))
 
     def _beside(self, batches: Any, carry: Any, compiled: bool) -> Any:
         """An update on another stream than the usual one, as recording has it: autograd remembers the first it saw."""
-        if self.device.type != "cuda":
+        if self._side is None:
             return self.update(batches, carry, compiled)
-        here, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
+        here = torch.cuda.current_stream()
+        self._side.wait_stream(here)
+        with torch.cuda.stream(self._side):
             result = self.update(batches, carry, compiled)
-        here.wait_stream(side)
+        here.wait_stream(self._side)
         return result
 
     def _be_patient(self, again: bool) -> None:

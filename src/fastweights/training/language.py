@@ -101,7 +101,9 @@ class LanguageTask(Task):
         if (rank, world) not in self._segments:
             stream = self._streams["train"]
             self._segments[rank, world] = stream.segments(self.batch_size, self.segment, rank=rank, world=world)
-        return self._segments[rank, world].batch_at(index)
+        segment = self._segments[rank, world].batch_at(index)
+        # Where nothing is carried an epoch begins like any other segment, also for a recorded update.
+        return segment._replace(starts_epoch=segment.starts_epoch and self.carried)
 
     def loss(self, model: nn.Module, batch: Segment, carry: LanguageModelState | None) -> Outcome:
         """Mean of -log p over the words of a segment."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -50,15 +51,15 @@ class Learner:
         self._wrapped_optimizer: Any = fabric.setup_optimizers(self._optimizer)
         self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
+        if config.graph and (reason := refusal(self.device, self.world, self._optimizer.param_groups)):
+            raise ValueError(f"graph: {reason}; train without it")
+        self._recorder = Recorder(self._change, self.device) if config.graph else None
         self._loss = self._compiled()
         # Graph replays write their results to the same place each time.
         self._graphed = config.compile in GRAPHING_MODES and self.device.type == "cuda"
         self._meter: dict[str, Tensor] = {}
         self._broken = torch.zeros((), device=self.device, dtype=torch.float32)
         self._one = torch.ones((), device=self.device)
-        if config.graph and (reason := refusal(self.device, self.world, self._optimizer.param_groups)):
-            raise ValueError(f"graph: {reason}; train without it")
-        self._recorder = Recorder(self._change, self.device) if config.graph else None
         task.place(self.device)
         snapshot.seed_everything(config.seed + 1 + self.rank)
         self.model.train()
@@ -71,6 +72,8 @@ class Learner:
         regions = self.task.regions(self.model)
         if not regions or mode in GRAPHING_MODES:
             return torch.compile(self.task.loss, mode=mode)
+        # The compiler looks for gradients on whatever comes into a region, and is told that it will find none.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor", UserWarning)
         for region in regions:
             region.compile(mode=mode)
         return self.task.loss

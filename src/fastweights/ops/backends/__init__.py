@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 
+import torch
+from torch import Tensor
+
 from fastweights.ops.backends import chunked, cpu, reference, triton
-from fastweights.ops.backends.base import Backend
+from fastweights.ops.backends.base import Again, Backend
+from fastweights.ops.features import PLAIN
 from fastweights.ops.problem import Problem
 from fastweights.ops.tables import look_up
 
@@ -17,6 +21,41 @@ ENVIRONMENT = "FASTWEIGHTS_BACKEND"
 def list_backends() -> dict[str, str]:
     """Name and one-line description of every backend, in the order in which "auto" tries them."""
     return {name: backend.description for name, backend in BACKENDS.items()}
+
+
+def run(problem: Problem, name: str = "auto") -> tuple[Tensor, Tensor, Tensor | None]:
+    """(y, W, z) by the backend that `select` finds; what it does not fuse is mapped before."""
+    if problem.features != PLAIN and why_unfused(problem, name) is not None:
+        problem = problem.mapped()
+    return select(problem, name).run(problem)
+
+
+def again(problem: Problem, name: str = "auto") -> Again | None:
+    """The shortest way to run problems like this one, which was run; see `Backend.again`."""
+    if problem.features != PLAIN and why_unfused(problem, name) is not None:
+        return None
+    backend = select(problem, name)
+    return None if backend.again is None else backend.again(problem)
+
+
+def worth_it(x: Tensor) -> bool:
+    """Whether a backend on the device of x has an `again`."""
+    return x.is_cuda or triton.interpreted()
+
+
+def may_fuse(device: torch.device, name: str = "auto") -> bool:
+    """Whether kernels that take raw keys come into question at all, for tensors on `device`."""
+    name = os.environ.get(ENVIRONMENT, "auto") if name == "auto" else name
+    here = "cpu" if triton.interpreted() else "cuda"
+    return name in ("auto", "triton") and device.type == here and triton.unavailable() is None
+
+
+def why_unfused(problem: Problem, name: str = "auto") -> str | None:
+    """Why the problem's features are not computed inside the kernels; None where they are."""
+    name = os.environ.get(ENVIRONMENT, "auto") if name == "auto" else name
+    if name not in ("auto", "triton"):
+        return f"backend {name!r} takes mapped keys"
+    return triton.unavailable() or triton.why_unfused(problem) or explain(triton.BACKEND, problem)
 
 
 def select(problem: Problem, name: str = "auto") -> Backend:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops import family
+from fastweights.ops.autograd import differentiable, like_inputs, wants_gradients
 from fastweights.ops.backends.base import Backend
 from fastweights.ops.problem import Problem
 
@@ -130,8 +131,8 @@ def forward(
     W: Tensor,
     cu_seqlens: Tensor | None,
     dtype: torch.dtype,
-    chunk: int,
     keep: bool,
+    chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y in `dtype`, the final W, and with `keep` the state before each chunk for the backward pass."""
     q, k, v, W = _rows(q), _rows(k), _rows(v), W.contiguous()
@@ -146,7 +147,7 @@ def forward(
 
 
 @forward.register_fake
-def _(q, k, v, a, e, w, W, cu_seqlens, dtype, chunk, keep):  # type: ignore[no-untyped-def]
+def _(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, chunk):  # type: ignore[no-untyped-def]
     count = _number_of_chunks(q, chunk, cu_seqlens) if keep else 0
     return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), W.new_empty((count, *W.shape[1:]))
 
@@ -183,28 +184,10 @@ def backward(
 @backward.register_fake
 def _(dy, dW, q, k, v, a, e, w, before, cu_seqlens, chunk):  # type: ignore[no-untyped-def]
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    grads = [x.new_empty(x.shape) for x in (q, k, v, a, e, w) if x is not None]
-    return [*grads, before.new_empty((N, *before.shape[1:]))]
+    return [*like_inputs(q, k, v, a, e, w), before.new_empty((N, *before.shape[1:]))]
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, a, e, w, _, cu_seqlens, dtype, chunk, _ = inputs
-    ctx.save_for_backward(q, k, v, a, e, w, output[2], cu_seqlens)
-    ctx.chunk, ctx.dtype = chunk, dtype
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy, dW, _):  # type: ignore[no-untyped-def]
-    q, k, v, a, e, w, before, cu_seqlens = ctx.saved_tensors
-    if dy is None:
-        dy = v.new_zeros(v.shape, dtype=ctx.dtype)
-    grads = iter(backward(dy, dW, q, k, v, a, e, w, before, cu_seqlens, ctx.chunk))
-    dq, dk, dv = next(grads), next(grads), next(grads)
-    da, de, dw = (None if gate is None else next(grads) for gate in (a, e, w))
-    return dq, dk, dv, da, de, dw, next(grads), None, None, None, None
-
-
-forward.register_autograd(_backward, setup_context=_setup_context)
+differentiable(forward, backward)
 
 
 def recurrence(
@@ -220,8 +203,8 @@ def recurrence(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence in C++, as `ops.family.Recurrence` has it."""
     inputs = (q, k, v, a, e, w, W)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    y, W, _ = forward(*inputs, cu_seqlens, dtype, chunk_length(k.shape[-1], v.shape[-1]), keep)
+    keep = wants_gradients(*inputs)
+    y, W, _ = forward(*inputs, cu_seqlens, dtype, keep, chunk_length(k.shape[-1], v.shape[-1]))
     return y, W
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastweights.ops import family
 from fastweights.ops.backends.base import Backend
 from fastweights.ops.backends.triton import self_check
-from fastweights.ops.backends.triton.configs import FEW, LARGEST_D, LARGEST_M, LONG, configuration
-from fastweights.ops.backends.triton.ops import recurrence
+from fastweights.ops.backends.triton.configs import FEW, LARGEST_D, LARGEST_M, LARGEST_MAPPED, LONG, configuration
+from fastweights.ops.backends.triton.ops import again, recurrence, step, takes_step
 from fastweights.ops.problem import Problem
 
 CAPABILITY = (8, 0)
@@ -54,9 +55,21 @@ for _function in (interpreted, unavailable):
     vars(_function)["_dynamo_marked_constant"] = True
 
 
+def why_unfused(problem: Problem) -> str | None:
+    """Why the features of the problem have to be computed before the kernels run."""
+    rule, D = problem.rule, problem.W.shape[2]
+    if problem.features.map and D > LARGEST_MAPPED and not takes_step(problem):
+        return f"phi has D = {D} features, and up to {LARGEST_MAPPED} are computed inside the kernels"
+    if takes_step(problem):
+        return None
+    if problem.z is not None and any(erase for _, _, erase, _, _ in family.parts(problem)):
+        return f"attention normalisation of rule {rule.name!r} divides a gate by what the keys give"
+    return None
+
+
 def refuses(problem: Problem) -> str | None:
     """Why the kernels are not for this problem."""
-    q, D, M = problem.q, problem.q.shape[3], problem.v.shape[3]
+    q, (_, _, D, M) = problem.q, problem.W.shape
     if problem.rule.coefficients is None:
         return f"rule {problem.rule.name!r} is outside the family W = aW - e(aWk)k^T + w v k^T"
     # The accumulator of attention normalisation may come in as one more value column.
@@ -81,25 +94,36 @@ _decided: dict[tuple[Any, ...], str | None] = {}
 
 def _unproven(problem: Problem) -> str | None:
     """Which of the kernels that the problem needs failed their self-check."""
-    q, (_, T, H, D), M = problem.q, problem.q.shape, problem.v.shape[3]
-    packed, walks, long = problem.cu_seqlens is not None, min(problem.W.shape[0] * H, FEW + 1), min(T, LONG)
-    form = (problem.z is None, problem.starts is None, packed, walks, long == LONG)
+    q, (N, H, D, M), features = problem.q, problem.W.shape, problem.features
+    packed, walks, long = problem.cu_seqlens is not None, min(N * H, FEW + 1), min(q.shape[1], LONG)
+    one = takes_step(problem)
+    form = (problem.z is None, problem.starts is None, packed, walks, long == LONG, features, one)
     key = (problem.rule.coefficients, q.dtype, q.device, H, D, M, *form)
     if key not in _decided:
-        _decided[key] = None
-        for part in family.parts(problem):
-            config = configuration(D, part[0], q.dtype, walks, long)
-            kind = self_check.Kind(q.dtype, D, *part, packed, config)
-            if reason := self_check.refusal(kind, H, q.device):
-                _decided[key] = reason
-                break
+        kinds: list[self_check.AnyKind] = []
+        if one:
+            kinds.append(self_check.StepKind.of_problem(problem))
+        else:
+            for part in family.parts(problem):
+                config = configuration(D, part[0], q.dtype, walks, long, features)
+                kinds.append(self_check.Kind(q.dtype, q.shape[3], *part, packed, config, features))
+        reasons = (self_check.refusal(kind, H, q.device) for kind in kinds)
+        _decided[key] = next((reason for reason in reasons if reason), None)
     return _decided[key]
+
+
+def run(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y, W and z."""
+    if takes_step(problem):
+        return step(problem)
+    return family.run(problem, partial(recurrence, features=problem.features))
 
 
 BACKEND = Backend(
     name="triton",
     description="fused GPU kernels, states on chip: rules of the family, CUDA 8.0 and up, O(T/C) states kept",
-    run=lambda problem: family.run(problem, recurrence),
+    run=run,
     refuses=refuses,
     unavailable=unavailable,
+    again=again,
 )

@@ -8,20 +8,27 @@ of the solved system's right side to `gradients.chunk_gradients`.
 import triton
 import triton.language as tl
 
-from fastweights.ops.backends.triton.gradients import decay_gradient, key_gradients, score_gradients
+from fastweights.ops.backends.triton.features import load_features
+from fastweights.ops.backends.triton.gradients import (
+    decay_gradient,
+    key_gradients,
+    score_gradients,
+    store_gate_gradient,
+    store_key_gradients,
+)
 from fastweights.ops.backends.triton.pieces import (
     dot,
+    fine_dot,
     load_gate,
     load_rows,
     multiply,
     reach_of,
     sequence,
     store_columns,
-    store_rows,
 )
 
 
-@triton.jit(do_not_specialize=["T", "final"])
+@triton.jit(do_not_specialize=["T", "final", "wanted"])
 def walk_backward(
     q,
     k,
@@ -45,6 +52,7 @@ def walk_backward(
     dright,
     T,
     final,
+    wanted,
     q_token,
     q_head,
     k_token,
@@ -53,10 +61,14 @@ def walk_backward(
     v_head,
     dy_token,
     dy_head,
+    gate_token,
+    gate_head,
     H: tl.constexpr,
+    R: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     DECAY: tl.constexpr,
@@ -66,6 +78,11 @@ def walk_backward(
     PACKED: tl.constexpr,
     FUSED: tl.constexpr,
     RIGHT: tl.constexpr,
+    MAP: tl.constexpr,
+    SUM: tl.constexpr,
+    GATHER: tl.constexpr,
+    LOGITS: tl.constexpr,
+    CAREFUL: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -89,11 +106,17 @@ def walk_backward(
     slot += chunks - 1
     left = length - (chunks - 1) * C
     for _ in range(0, chunks):
-        gate = token * H + head
-        q_ = load_rows(q + token * q_token + head * q_head, rows, left, d, q_token, D)
-        k_ = load_rows(k + token * k_token + head * k_head, rows, left, d, k_token, D)
+        gate = token * gate_token + head * gate_head
+        gate_out = token * H + head
+        q_at = q + token * q_token + head * q_head
+        k_at = k + token * k_token + head * k_head
+        q_, q_t = load_features(
+            q_at, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        )
+        k_, k_t = load_features(
+            k_at, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        )
         dy_ = load_rows(dy + token * dy_token + head * dy_head, rows, left, m, dy_token, M)
-        k_t = tl.trans(k_)
         dy_t = tl.trans(dy_)
         state_at = (slot * H + head) * D * M + m[:, None] * D + d[None, :]
 
@@ -106,9 +129,9 @@ def walk_backward(
         lower = (rows[:, None] >= rows[None, :]).to(ACC)
         reach = lower
         if DECAY:
-            a_ = load_gate(a + gate, rows, left, H, 1.0, ACC)
+            a_ = load_gate(a + gate, rows, left, gate_token, 1.0, LOGITS, ACC)
             fade = tl.associative_scan(a_, 0, multiply)
-            a_next = load_gate(a + gate + H, rows, tl.minimum(left, C) - 1, H, 1.0, ACC)
+            a_next = load_gate(a + gate + gate_token, rows, tl.minimum(left, C) - 1, gate_token, 1.0, LOGITS, ACC)
             remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
             last = tl.sum(tl.where(rows == C - 1, fade, 0.0), 0)
             reach = reach_of(a_, C)
@@ -120,13 +143,13 @@ def walk_backward(
         keys = lower
         X = lower
         if ERASE:
-            erase = load_gate(e + gate, rows, left, H, 0.0, ACC)
+            erase = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
             X = tl.trans(tl.load(inverses + (slot * H + head) * C * C + rows[:, None] * C + rows[None, :]))
-            du = dot(du, X, OPERAND, PRECISION)
+            du = fine_dot(du, X, OPERAND, PRECISION, False, CAREFUL)
         if TIED:
             write = erase
         if WRITE:
-            write = load_gate(w + gate, rows, left, H, 0.0, ACC)
+            write = load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
         dv_at = dv + token * H * M + head * M
         if TIED or WRITE:
             store_columns(dv_at, du * write[None, :], rows, left, m, H * M, M)
@@ -142,34 +165,39 @@ def walk_backward(
             if ERASE:
                 keys = dot(k_, k_t, OPERAND, PRECISION)
                 u -= dot(k_, tl.trans(W_t), OPERAND, PRECISION) * (erase * fade)[:, None]
-                u = dot(X, u, OPERAND, PRECISION)
+                u = fine_dot(X, u, OPERAND, PRECISION, True, CAREFUL)
             # Rounded once, as the operand it is below.
             du_ = du.to(OPERAND)
             scores = lower
             if DECAY:
-                scores = dot(k_, tl.trans(q_), OPERAND, PRECISION)
+                scores = dot(k_, q_t, OPERAND, PRECISION)
             dscores, dkeys, derase, dreach = score_gradients(
                 u, dy_t, du_, scores, keys, reach, erase, C, DECAY, ERASE, OPERAND, PRECISION
             )
             dq_t, dk_, recalled, read, kept = key_gradients(
-                q_, k_, W_t, dW_t, u, dy_t, du_, dscores, dkeys, fade, remain, erase, DECAY, ERASE, OPERAND, PRECISION
-            )
-            key_at = token * H * D + head * D
-            store_columns(dq + key_at, dq_t, rows, left, d, H * D, D)
-            store_rows(dk + key_at, dk_, rows, left, d, H * D, D)
+                q_, q_t, k_, k_t, W_t, dW_t, u, dy_t, du_, dscores, dkeys, fade, remain, erase,
+                DECAY, ERASE, OPERAND, PRECISION,
+            )  # fmt: skip
+            key_at = gate_out * R
+            store_key_gradients(
+                dq + key_at, dk + key_at, dq_t, dk_, q_at, k_at, rows, left, d, q_token, k_token,
+                H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION,
+            )  # fmt: skip
             if ERASE:
                 de_ = derase - fade * recalled
                 if TIED:
                     de_ += tl.sum(du * tl.trans(v_).to(ACC), 0)
-                tl.store(de + gate + rows * H, de_, rows < left)
+                store_gate_gradient(de + gate_out, de_, e + gate, rows, left, gate_token, H, LOGITS, ACC)
             if WRITE:
-                tl.store(dw + gate + rows * H, tl.sum(du * tl.trans(v_).to(ACC), 0), rows < left)
+                dw_ = tl.sum(du * tl.trans(v_).to(ACC), 0)
+                store_gate_gradient(dw + gate_out, dw_, w + gate, rows, left, gate_token, H, LOGITS, ACC)
             if DECAY:
-                a_before = load_gate(a + gate - H, rows, tl.where(rows > 0, left, 0), H, 1.0, ACC)
+                earlier = tl.where(rows > 0, left, 0)
+                a_before = load_gate(a + gate - gate_token, rows, earlier, gate_token, 1.0, LOGITS, ACC)
                 whole = tl.sum(tl.sum(dW_t * W_t.to(ACC), 1), 0)
                 dfade = read - erase * recalled + tl.where(rows == C - 1, whole, 0.0)
                 da_ = decay_gradient(dreach, kept, dfade, reach, a_before, C, SOLVE)
-                tl.store(da + gate + rows * H, da_, rows < left)
+                store_gate_gradient(da + gate_out, da_, a + gate, rows, left, gate_token, H, LOGITS, ACC)
         else:
             tl.store(dstates + state_at, dW_t.to(dstates.dtype.element_ty), in_state)
             if RIGHT:
@@ -181,9 +209,9 @@ def walk_backward(
             erase *= fade
         dW_t += dot(dy_t, q_, OPERAND, PRECISION)
         if ERASE:
-            dW_t -= dot(du * erase[None, :], k_, OPERAND, PRECISION)
+            dW_t -= fine_dot(du * erase[None, :], k_, OPERAND, PRECISION, True, CAREFUL)
         token -= C
         slot -= 1
         left += C
 
-    tl.store(dW + state + d[None, :] * M + m[:, None], dW_t, in_state)
+    tl.store(dW + state + d[None, :] * M + m[:, None], dW_t, in_state & (wanted != 0))

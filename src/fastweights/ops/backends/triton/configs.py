@@ -7,10 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastweights.ops.features import PLAIN, Features
+
 # How products are formed: from 16-bit operands (those of the data, float16 in the inverse), from float32 rounded to
-# TF32, from three TF32 products (22 bits), or in plain float32. A configuration holds the index into this tuple.
-PRECISIONS = ("16-bit", "tf32", "tf32x3", "ieee")
-HALF, TF32, TF32X3, IEEE = range(4)
+# TF32, from three TF32 products (22 bits), in plain float32, or from six bfloat16 products (24 bits). A configuration
+# holds the index into this tuple.
+PRECISIONS = ("16-bit", "tf32", "tf32x3", "ieee", "bf16x6")
+HALF, TF32, TF32X3, IEEE, BF16X6 = range(5)
 
 LARGEST_D, LARGEST_M = 512, 256
 
@@ -22,7 +25,10 @@ class Config(NamedTuple):
     come from a launch of their own, over chunks side by side. With `fused` the walk back computes every gradient;
     otherwise a second launch over chunks does, whose programs take `features` of D at a time. `stages` is how far loads
     run ahead in a walk. `precision` and `solve` are how products and how the triangular inverse are formed. Long
-    sequences are cut into `groups` that walk side by side, where that is not 0.
+    sequences are cut into `groups` that walk side by side, where that is not 0. With `gather`
+    DPFP loads the factors of every feature, else it takes them from a tile by products. With `careful` what is
+    written, and the inverse, enter 16-bit products in two parts. `registers`, where that is not 0, is how many a thread
+    of the launches over chunks may have: fewer of them, more programs side by side.
     """
 
     chunk: int
@@ -39,6 +45,9 @@ class Config(NamedTuple):
     chunk_warps: int
     features: int
     groups: int = 0
+    gather: int = 0
+    careful: int = 0
+    registers: int = 0
 
 
 def _fused(chunk: int, columns: int, precision: int, solve: int, warps: int, stages: int) -> Config:
@@ -95,9 +104,28 @@ FEW, LONG = 32, 2048
 PROGRAMS, MOST_GROUPS, LEAST_GROUPS, LEAST_CHUNKS = 256, 64, 8, 4
 
 
-def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int) -> Config:
+# A feature map is computed whole by every kernel, so all D have to fit in one tile of the one for the gradients, which
+# takes registers: (chunk, warps to invert, warps for gradients) of the rows whose kernels are split, by D.
+LARGEST_MAPPED = 256
+_MAPPED = {32: (16, 1, 2), 64: (32, 2, 4), 128: (16, 4, 8), 256: (16, 8, 8)}
+
+
+def _mapped(config: Config, D: int) -> Config:
+    """The row for keys that come mapped, as it is where D of them are mapped on chip."""
+    size = power_of_two(D)
+    # Products of three parts are much code for picking entries.
+    config = config._replace(features=size, gather=int(config.precision != HALF))
+    if config.fused:
+        return config
+    chunk, invert_warps, chunk_warps = next(row for keys, row in _MAPPED.items() if keys >= D)
+    return config._replace(chunk=min(chunk, config.chunk), invert_warps=invert_warps, chunk_warps=chunk_warps)
+
+
+def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int, features: Features = PLAIN) -> Config:
     """The shipped configuration for keys of size D, values of size M, and `walks` pairs of sequence and head."""
     config = next(row for (keys, values), row in TABLE[dtype].items() if keys >= D and values >= M)
+    if features.map:
+        config = _mapped(config, D)
     # A transition between groups is D x D and has to fit on chip.
     if walks > FEW or T < LONG or D > 128:
         return config
@@ -119,18 +147,19 @@ def group_length(T: int, cu_seqlens: Tensor | None, config: Config) -> int:
 
 
 def kept_shapes(
-    q: Tensor, v: Tensor, e: Tensor | None, cu_seqlens: Tensor | None, keep: bool, config: Config
+    shape: tuple[int, ...], M: int, erase: bool, cu_seqlens: Tensor | None, keep: bool, config: Config
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the states before each chunk and of the chunks' inverses, one slot a chunk; no slots where not kept.
 
-    With packed sequences the number of chunks hangs on their lengths; the number of slots bounds it.
+    `shape` is (B, T, H, D) with the D of mapped keys. With packed sequences the number of chunks hangs on
+    their lengths; the number of slots bounds it.
     """
-    (B, T, H, D), M, C = q.shape, v.shape[3], config.chunk
+    (B, T, H, D), C = shape, config.chunk
     if groups := number_of_groups(T, cu_seqlens, config):
         slots = B * T // C + B * groups
     else:
         slots = B * -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.numel() - 1
-    inverses = e is not None and (keep or bool(config.prepared))
+    inverses = erase and (keep or bool(config.prepared))
     return (slots if keep else 0, H, M, D), (slots if inverses else 0, H, C, C)
 
 
@@ -138,6 +167,11 @@ def number_of_groups(T: int, cu_seqlens: Tensor | None, config: Config) -> int:
     """Groups that a sequence is cut into; 0 for none."""
     length = group_length(T, cu_seqlens, config)
     return -(-T // length) if length else 0
+
+
+def inverse_dtype(data: torch.dtype, state: torch.dtype, config: Config) -> torch.dtype:
+    """What inverses are stored in."""
+    return torch.float16 if config.careful and config.precision == HALF else operand_dtype(data, state, config)
 
 
 def operand_dtype(data: torch.dtype, state: torch.dtype, config: Config) -> torch.dtype:

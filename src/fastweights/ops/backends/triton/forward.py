@@ -7,8 +7,10 @@ Without `READ` it only carries the state along: nothing is read with q, and y is
 import triton
 import triton.language as tl
 
+from fastweights.ops.backends.triton.features import load_features
 from fastweights.ops.backends.triton.pieces import (
     dot,
+    fine_dot,
     inverse,
     load_gate,
     load_rows,
@@ -20,7 +22,7 @@ from fastweights.ops.backends.triton.pieces import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "keep"])
+@triton.jit(do_not_specialize=["T", "keep", "given"])
 def walk_forward(
     q,
     k,
@@ -36,16 +38,21 @@ def walk_forward(
     inverses,
     T,
     keep,
+    given,
     q_token,
     q_head,
     k_token,
     k_head,
     v_token,
     v_head,
+    gate_token,
+    gate_head,
     H: tl.constexpr,
+    R: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     DECAY: tl.constexpr,
@@ -55,6 +62,11 @@ def walk_forward(
     PACKED: tl.constexpr,
     PREPARED: tl.constexpr,
     READ: tl.constexpr,
+    MAP: tl.constexpr,
+    SUM: tl.constexpr,
+    GATHER: tl.constexpr,
+    LOGITS: tl.constexpr,
+    CAREFUL: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -77,9 +89,9 @@ def walk_forward(
     k += first * k_token + head * k_head
     v += first * v_token + head * v_head
     y += (first * H + head) * M
-    gate = first * H + head
+    gate = first * gate_token + head * gate_head
     state = (n.to(tl.int64) * H + head) * D * M
-    W_t = tl.load(W + state + d[None, :] * M + m[:, None], in_state, 0.0).to(ACC)
+    W_t = tl.load(W + state + d[None, :] * M + m[:, None], in_state & (given != 0), 0.0).to(ACC)
     states += (slot * H + head) * D * M
     inverses += (slot * H + head) * C * C
 
@@ -88,17 +100,20 @@ def walk_forward(
         # A mask, not a branch or a variant: what inference runs is what training checks.
         tl.store(states + m[:, None] * D + d[None, :], W_t.to(states.dtype.element_ty), in_state & (keep != 0))
         states += H * D * M
-        k_ = load_rows(k, rows, left, d, k_token, D)
+        k_, k_t = load_features(
+            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        )
         v_ = load_rows(v, rows, left, m, v_token, M)
-        k_t = tl.trans(k_)
         u = tl.trans(v_).to(ACC)
         if READ:
-            q_ = load_rows(q, rows, left, d, q_token, D)
-            scores = tl.where(s <= t, dot(k_, tl.trans(q_), OPERAND, PRECISION), 0.0)
-            read = dot(W_t, tl.trans(q_), OPERAND, PRECISION)
+            _, q_t = load_features(
+                q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+            )
+            scores = tl.where(s <= t, dot(k_, q_t, OPERAND, PRECISION), 0.0)
+            read = dot(W_t, q_t, OPERAND, PRECISION)
         if DECAY:
-            a_ = load_gate(a + gate, rows, left, H, 1.0, ACC)
-            a_next = load_gate(a + gate + H, rows, tl.minimum(left, C) - 1, H, 1.0, ACC)
+            a_ = load_gate(a + gate, rows, left, gate_token, 1.0, LOGITS, ACC)
+            a_next = load_gate(a + gate + gate_token, rows, tl.minimum(left, C) - 1, gate_token, 1.0, LOGITS, ACC)
             fade = tl.associative_scan(a_, 0, multiply)
             remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
             reach = reach_transposed(a_, C)
@@ -106,7 +121,7 @@ def walk_forward(
                 scores *= reach
                 read *= fade[None, :]
         if ERASE:
-            e_ = load_gate(e + gate, rows, left, H, 0.0, ACC)
+            e_ = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
             recall = dot(W_t, k_t, OPERAND, PRECISION) * e_[None, :]
             if DECAY:
                 recall *= fade[None, :]
@@ -122,23 +137,23 @@ def walk_forward(
             if TIED:
                 u *= e_[None, :]
         if WRITE:
-            u *= load_gate(w + gate, rows, left, H, 0.0, ACC)[None, :]
+            u *= load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)[None, :]
         if ERASE:
-            u = dot(u - recall, X, OPERAND, PRECISION)
+            u = fine_dot(u - recall, X, OPERAND, PRECISION, False, CAREFUL)
 
         if READ:
-            out = read + dot(u, scores, OPERAND, PRECISION)
+            out = read + fine_dot(u, scores, OPERAND, PRECISION, True, CAREFUL)
             store_columns(y, out, rows, left, m, H * M, M)
         if DECAY:
             u *= remain[None, :]
             W_t *= tl.sum(tl.where(rows == C - 1, fade, 0.0), 0)
-        W_t += dot(u, k_, OPERAND, PRECISION)
+        W_t += fine_dot(u, k_, OPERAND, PRECISION, True, CAREFUL)
 
         q += C * q_token
         k += C * k_token
         v += C * v_token
         y += C * H * M
-        gate += C * H
+        gate += C * gate_token
 
     tl.store(W_end + state + d[None, :] * M + m[:, None], W_t, in_state)
 
@@ -154,12 +169,20 @@ def invert_chunks(
     T,
     k_token,
     k_head,
+    gate_token,
+    gate_head,
     H: tl.constexpr,
+    R: tl.constexpr,
     D: tl.constexpr,
     C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     DECAY: tl.constexpr,
     PACKED: tl.constexpr,
+    MAP: tl.constexpr,
+    SUM: tl.constexpr,
+    GATHER: tl.constexpr,
+    LOGITS: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -177,17 +200,20 @@ def invert_chunks(
         return
     token = first + start
     k += token * k_token + head * k_head
-    gate = token * H + head
+    gate = token * gate_token + head * gate_head
     rows = tl.arange(0, C)
     s = rows[:, None]
     t = rows[None, :]
     keys = tl.zeros((C, C), ACC)
     for f in range(0, D, BLOCK_D):
-        k_ = load_rows(k, rows, left, f + tl.arange(0, BLOCK_D), k_token, D)
-        keys += dot(k_, tl.trans(k_), OPERAND, PRECISION)
-    A = tl.where(s < t, keys, 0.0) * load_gate(e + gate, rows, left, H, 0.0, ACC)[None, :]
+        d = f + tl.arange(0, BLOCK_D)
+        k_, k_t = load_features(
+            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        )
+        keys += dot(k_, k_t, OPERAND, PRECISION)
+    A = tl.where(s < t, keys, 0.0) * load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)[None, :]
     if DECAY:
-        A *= reach_transposed(load_gate(a + gate, rows, left, H, 1.0, ACC), C)
+        A *= reach_transposed(load_gate(a + gate, rows, left, gate_token, 1.0, LOGITS, ACC), C)
     X = inverse(A, C, SOLVE)
     inverses += (slot.to(tl.int64) * H + head) * C * C
     tl.store(inverses + s * C + t, X.to(inverses.dtype.element_ty))

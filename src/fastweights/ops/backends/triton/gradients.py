@@ -8,8 +8,10 @@ What is needed both ways is formed both ways, or transposed after the last produ
 import triton
 import triton.language as tl
 
+from fastweights.ops.backends.triton.features import gate_slope, load_features, raw_gradient
 from fastweights.ops.backends.triton.pieces import (
     dot,
+    fine_dot,
     load_gate,
     load_rows,
     multiply,
@@ -63,7 +65,9 @@ def score_gradients(
 @triton.jit
 def key_gradients(
     q,
+    q_t,
     k,
+    k_t,
     W_t,
     dW_t,
     u,
@@ -80,12 +84,11 @@ def key_gradients(
     PRECISION: tl.constexpr,
 ):
     """dq (D, C) and dk (C, D) for some features; their shares in what e, γ and Γ[C, :] are multiplied by."""
-    k_t = tl.trans(k)
     W = tl.trans(W_t)
     dq = dot(W, dy_t, OPERAND, PRECISION)
     read = fade
     if DECAY:
-        read = tl.sum(dq * tl.trans(q).to(dq.dtype), 0)
+        read = tl.sum(dq * q_t.to(dq.dtype), 0)
         dq *= fade[None, :]
     dq += dot(k_t, dscores, OPERAND, PRECISION)
 
@@ -104,6 +107,50 @@ def key_gradients(
         dk_t += dot(k_t, dkeys, OPERAND, PRECISION)
         dk += tl.trans(dk_t)
     return dq, dk, recalled, read, kept
+
+
+@triton.jit
+def store_key_gradients(
+    dq,
+    dk,
+    dq_t,
+    dk_,
+    q,
+    k,
+    rows,
+    left,
+    columns,
+    q_token,
+    k_token,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MAP: tl.constexpr,
+    SUM: tl.constexpr,
+    GATHER: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Back through the feature map, if there is one, and out."""
+    if MAP != 0:
+        columns = tl.arange(0, BLOCK_R)
+    dq_t = raw_gradient(
+        dq_t, q, rows, left, q_token, 0, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+    )
+    store_columns(dq, dq_t, rows, left, columns, H * R, R)
+    dk_ = raw_gradient(
+        dk_, k, rows, left, k_token, 1, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+    )
+    store_rows(dk, dk_, rows, left, columns, H * R, R)
+
+
+@triton.jit
+def store_gate_gradient(dx, gradient, x, rows, left, stride, H: tl.constexpr, LOGITS: tl.constexpr, ACC: tl.constexpr):
+    """Back through the sigmoid, if there is one, and out."""
+    tl.store(dx + rows * H, gradient * gate_slope(x, rows, left, stride, LOGITS, ACC), rows < left)
 
 
 @triton.jit
@@ -151,10 +198,14 @@ def chunk_gradients(
     v_head,
     dy_token,
     dy_head,
+    gate_token,
+    gate_head,
     H: tl.constexpr,
+    R: tl.constexpr,
     D: tl.constexpr,
     M: tl.constexpr,
     C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     DECAY: tl.constexpr,
@@ -162,6 +213,11 @@ def chunk_gradients(
     WRITE: tl.constexpr,
     TIED: tl.constexpr,
     PACKED: tl.constexpr,
+    MAP: tl.constexpr,
+    SUM: tl.constexpr,
+    GATHER: tl.constexpr,
+    LOGITS: tl.constexpr,
+    CAREFUL: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -178,7 +234,9 @@ def chunk_gradients(
     if left <= 0:
         return
     token = first + start
-    gate = token * H + head
+    gate = token * gate_token + head * gate_head
+    gate_out = token * H + head
+    key_at = (token * H + head) * R
     state = (slot.to(tl.int64) * H + head) * D * M
     q += token * q_token + head * q_head
     k += token * k_token + head * k_head
@@ -194,37 +252,42 @@ def chunk_gradients(
     erase = tl.full((C,), 0.0, ACC)
     reach = (s >= t).to(ACC)
     if DECAY:
-        a_ = load_gate(a + gate, rows, left, H, 1.0, ACC)
+        a_ = load_gate(a + gate, rows, left, gate_token, 1.0, LOGITS, ACC)
         fade = tl.associative_scan(a_, 0, multiply)
-        a_next = load_gate(a + gate + H, rows, tl.minimum(left, C) - 1, H, 1.0, ACC)
+        a_next = load_gate(a + gate + gate_token, rows, tl.minimum(left, C) - 1, gate_token, 1.0, LOGITS, ACC)
         remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
         reach = reach_of(a_, C)
 
     v_ = load_rows(v + token * v_token + head * v_head, rows, left, m, v_token, M).to(ACC)
     u = v_
     if ERASE:
-        erase = load_gate(e + gate, rows, left, H, 0.0, ACC)
+        erase = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
     if TIED:
         u *= erase[:, None]
     if WRITE:
-        u *= load_gate(w + gate, rows, left, H, 0.0, ACC)[:, None]
+        u *= load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)[:, None]
     scores = tl.zeros((C, C), ACC)
     keys = tl.zeros((C, C), ACC)
     if DECAY or ERASE:
         recall = tl.zeros((C, BLOCK_M), ACC)
         for f in range(0, D, BLOCK_D):
             d = f + features
-            k_ = load_rows(k, rows, left, d, k_token, D)
+            k_, k_t = load_features(
+                k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+            )
             if DECAY:
-                scores += dot(k_, tl.trans(load_rows(q, rows, left, d, q_token, D)), OPERAND, PRECISION)
+                _, q_t = load_features(
+                    q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+                )
+                scores += dot(k_, q_t, OPERAND, PRECISION)
             if ERASE:
                 W_t = load_rows(states + state, m, M, d, D, D)
-                keys += dot(k_, tl.trans(k_), OPERAND, PRECISION)
+                keys += dot(k_, k_t, OPERAND, PRECISION)
                 recall += dot(k_, tl.trans(W_t), OPERAND, PRECISION)
         if ERASE:
             u -= recall * (erase * fade)[:, None]
             X_t = tl.load(inverses + (slot.to(tl.int64) * H + head) * C * C + s * C + t)
-            u = dot(tl.trans(X_t), u, OPERAND, PRECISION)
+            u = fine_dot(tl.trans(X_t), u, OPERAND, PRECISION, True, CAREFUL)
 
     du = load_rows(dright + token * H * M + head * M, rows, left, m, H * M, M)
     dy_t = tl.trans(load_rows(dy + token * dy_token + head * dy_head, rows, left, m, dy_token, M))
@@ -238,15 +301,22 @@ def chunk_gradients(
     whole = tl.zeros((), ACC)
     for f in range(0, D, BLOCK_D):
         d = f + features
-        q_ = load_rows(q, rows, left, d, q_token, D)
-        k_ = load_rows(k, rows, left, d, k_token, D)
+        q_, q_t = load_features(
+            q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        )
+        k_, k_t = load_features(
+            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        )
         W_t = load_rows(states + state, m, M, d, D, D)
         dW_t = load_rows(dstates + state, m, M, d, D, D)
         dq_t, dk_, recalled_, read_, kept_ = key_gradients(
-            q_, k_, W_t, dW_t, u, dy_t, du_t, dscores, dkeys, fade, remain, erase, DECAY, ERASE, OPERAND, PRECISION
-        )
-        store_columns(dq + token * H * D + head * D, dq_t, rows, left, d, H * D, D)
-        store_rows(dk + token * H * D + head * D, dk_, rows, left, d, H * D, D)
+            q_, q_t, k_, k_t, W_t, dW_t, u, dy_t, du_t, dscores, dkeys, fade, remain, erase,
+            DECAY, ERASE, OPERAND, PRECISION,
+        )  # fmt: skip
+        store_key_gradients(
+            dq + key_at, dk + key_at, dq_t, dk_, q, k, rows, left, d, q_token, k_token,
+            H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION,
+        )  # fmt: skip
         recalled += recalled_
         if DECAY:
             read += read_
@@ -257,11 +327,12 @@ def chunk_gradients(
         de_ = derase - fade * recalled
         if TIED:
             de_ += tl.sum(du.to(ACC) * v_, 1)
-        tl.store(de + gate + rows * H, de_, rows < left)
+        store_gate_gradient(de + gate_out, de_, e + gate, rows, left, gate_token, H, LOGITS, ACC)
     if WRITE:
-        tl.store(dw + gate + rows * H, tl.sum(du.to(ACC) * v_, 1), rows < left)
+        dw_ = tl.sum(du.to(ACC) * v_, 1)
+        store_gate_gradient(dw + gate_out, dw_, w + gate, rows, left, gate_token, H, LOGITS, ACC)
     if DECAY:
-        a_before = load_gate(a + gate - H, rows, tl.where(rows > 0, left, 0), H, 1.0, ACC)
+        a_before = load_gate(a + gate - gate_token, rows, tl.where(rows > 0, left, 0), gate_token, 1.0, LOGITS, ACC)
         dfade = read - erase * recalled + tl.where(rows == C - 1, whole, 0.0)
         da_ = decay_gradient(dreach, kept, dfade, reach, a_before, C, SOLVE)
-        tl.store(da + gate + rows * H, da_, rows < left)
+        store_gate_gradient(da + gate_out, da_, a + gate, rows, left, gate_token, H, LOGITS, ACC)

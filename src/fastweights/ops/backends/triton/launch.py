@@ -1,7 +1,7 @@
 """Grids and arguments of the kernels.
 
 Triton's own launcher binds and specialises some forty arguments at each call, which takes longer than the smaller
-kernels run. What a compiled kernel depends on is known here, so it is looked up by that and called directly.
+kernels run. What a compiled kernel depends on is known here, so everything but the pointers is bound once, in a `Plan`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from triton.compiler import CompiledKernel
 
 from fastweights.ops.backends.triton.backward import walk_backward
 from fastweights.ops.backends.triton.configs import (
+    HALF,
     PRECISIONS,
     Config,
-    group_length,
+    inverse_dtype,
     kept_shapes,
     operand_dtype,
     power_of_two,
 )
 from fastweights.ops.backends.triton.forward import invert_chunks, walk_forward
 from fastweights.ops.backends.triton.gradients import chunk_gradients
-from fastweights.ops.backends.triton.groups import scan_groups
+from fastweights.ops.features import Features
 
 Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
 Constants = dict[str, Any]
 
-_TYPES = {
+TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.float32: tl.float32,
@@ -39,304 +40,339 @@ _TYPES = {
 
 # Compiled kernels, and the values of their compile-time arguments, by everything they depend on.
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
+# What is kept by shape is forgotten when there have been so many shapes.
+MOST_SHAPES = 4096
 
 
-def _start(
-    kernel: Any,
-    depends_on: tuple[Any, ...],
-    grid: int,
-    tensors: Sequence[Tensor | None],
-    integers: tuple[int, ...],
-    constants: Callable[[], Constants],
-    pace: tuple[int, int],
-) -> None:
-    """Launch `kernel` on `grid` programs. `constants` are made when it is compiled, for `pace` = (warps, stages)."""
-    pointers = [0 if x is None else x.data_ptr() for x in tensors]
-    aligned = not any(pointer & 15 for pointer in pointers)
-    key = (id(kernel), *depends_on)
-    known = _compiled.get(key) if aligned else None
-    if known is not None:
+class Start:
+    """One kernel on one grid, with everything bound but its pointers and the integers that change from call to call."""
+
+    __slots__ = ("constants", "depends_on", "device", "found", "grid", "kernel", "pace", "strides")
+
+    def __init__(
+        self,
+        kernel: Any,
+        depends_on: tuple[Any, ...],
+        grid: int,
+        strides: tuple[int, ...],
+        constants: Callable[[], Constants],
+        pace: dict[str, int],
+        device: torch.device,
+    ) -> None:
+        """`constants` are made when the kernel is compiled; `pace` are the compiler's options."""
+        self.kernel, self.depends_on, self.grid, self.strides = kernel, (id(kernel), *depends_on), grid, strides
+        self.constants, self.pace, self.device = constants, pace, device.index
+        self.found: tuple[Any, ...] | None = None
+
+    def __call__(self, tensors: Sequence[Tensor | None], *integers: int) -> None:
+        pointers = [0 if x is None else x.data_ptr() for x in tensors]
+        bits = 0
+        for pointer in pointers:
+            bits |= pointer
+        if self.found is not None and not bits & 15:
+            run, function, metadata, rest = self.found
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            # No hooks: nobody who profiles gets in here, see `_find`.
+            run(self.grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *integers, *rest)
+            return
+        known = None if bits & 15 else _compiled.get(self.depends_on)
+        if known is None:
+            named = self.constants()
+            count = len(tensors) + len(integers) + len(self.strides)
+            values = tuple(named[name] for name in self.kernel.arg_names[count:])
+            arguments = (*tensors, *integers, *self.strides, *values)
+            result = self.kernel[(self.grid,)](*arguments, **self.pace)
+            if not bits & 15 and isinstance(result, CompiledKernel):
+                _compiled[self.depends_on] = result, values
+                self._find(result, values)
+            return
         compiled, values = known
-        compiled[(grid, 1, 1)](*pointers, *integers, *values)
-        return
-    named = constants()
-    values = tuple(named[name] for name in kernel.arg_names[len(tensors) + len(integers) :])
-    result = kernel[(grid,)](*tensors, *integers, *values, num_warps=pace[0], num_stages=pace[1])
-    if aligned and isinstance(result, CompiledKernel):
-        _compiled[key] = result, values
+        compiled[(self.grid, 1, 1)](*pointers, *integers, *self.strides, *values)
+        self._find(compiled, values)
+
+    def _find(self, compiled: Any, values: tuple[Any, ...]) -> None:
+        """Remember how to run a kernel without Triton's hooks, unless somebody hooked in."""
+        from triton import knobs
+
+        if not (getattr(knobs.runtime.launch_enter_hook, "calls", None) or self.device is None):
+            self.found = (compiled.run, compiled.function, compiled.packed_metadata, (*self.strides, *values))
 
 
-def _constants(
-    q: Tensor, M: int, gates: Gates, packed: bool, tied: bool, wide: torch.dtype, config: Config
-) -> Constants:
-    """The compile-time arguments that all kernels take."""
-    a, e, w = gates
-    precision = PRECISIONS[config.precision]
-    return {
-        "H": q.shape[2],
-        "D": q.shape[3],
-        "M": M,
-        "C": config.chunk,
-        "DECAY": a is not None,
-        "ERASE": e is not None,
-        "WRITE": w is not None,
-        "TIED": tied,
-        "PACKED": packed,
-        "OPERAND": _TYPES[operand_dtype(q.dtype, wide, config)],
-        "ACC": _TYPES[wide],
-        "PRECISION": "ieee" if precision == "16-bit" else precision,
-        "SOLVE": PRECISIONS[config.solve],
-    }
+def paced(warps: int, stages: int, registers: int = 0) -> dict[str, int]:
+    """The compiler's options for a launch; registers of a thread are not limited where that is 0."""
+    return {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
+
+
+def kind_of(x: Tensor | None) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    return None if x is None else (x.dtype, x.stride())
+
+
+def _type_of(x: Tensor | None) -> torch.dtype | None:
+    return None if x is None else x.dtype
+
+
+def even(gates: Gates, axis: int = 1) -> tuple[Gates, tuple[int, int]]:
+    """The gates with strides that they all have, and those strides, of `axis` (tokens, or 0 for batches) and heads."""
+    there = [gate for gate in gates if gate is not None]
+    if not there:
+        return gates, (1, 1)
+    strides = there[0].stride()
+    if any(gate.stride() != strides for gate in there) or (axis == 1 and not _in_line(there[0])):
+        a, e, w = (None if gate is None else gate.contiguous() for gate in gates)
+        H, T = there[0].shape[2], there[0].shape[1]
+        return (a, e, w), (H if axis == 1 else H * T, 1)
+    return gates, (strides[axis], strides[2])
+
+
+def _in_line(x: Tensor) -> bool:
+    """Whether tokens (B, T, H, ...) follow one another from batch to batch, by strides that fit 32 bits."""
+    batch, token, head, *_ = x.stride()
+    return (x.shape[0] == 1 or batch == x.shape[1] * token) and 0 <= token < 2**24 and 0 <= head < 2**31
 
 
 def _addressable(x: Tensor) -> Tensor:
     """x (B, T, H, ·) with adjacent features, batches that follow each other in time, and strides that fit 32 bits."""
-    batch, token, head, feature = x.stride()
-    flat = x.shape[0] == 1 or batch == x.shape[1] * token
-    if feature == 1 and flat and 0 <= token < 2**24 and 0 <= head < 2**31:
-        return x
-    return x.contiguous()
-
-
-def _fresh(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Contiguous memory of the shape of x; `empty_like` is the quickest way to ask for it."""
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return x if x.stride(3) == 1 and _in_line(x) else x.contiguous()
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[1:3])
 
 
-def _kind(x: Tensor | None) -> torch.dtype | None:
-    return None if x is None else x.dtype
+class Plan:
+    """How to walk: what shapes, strides, dtypes and the configuration decide, once for all calls that share them.
+
+    Tensors are passed in the order q, k, v, a, e, w; strides that kernels cannot take are made contiguous first.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Gates,
+        N: int,
+        cu_seqlens: Tensor | None,
+        dtype: torch.dtype,
+        wide: torch.dtype,
+        tied: bool,
+        config: Config,
+        features: Features,
+    ) -> None:
+        inputs = self.ready(q, k, v, gates)
+        # Nobody writes or reads it: it stands for states that are not there.
+        self.nothing = torch.empty(1, dtype=wide, device=q.device)
+        self.dtype, self.wide, self.tied, self.config, self.features = dtype, wide, tied, config, features
+        (B, T, self.H, R), self.M = q.shape, v.shape[3]
+        self.T, self.N, self.D, self.device, self.index = T, N, features.size(R), q.device, q.device.index
+        self.untouched = all(x is y for x, y in zip(inputs, (q, k, v, *gates), strict=True))
+        q, k, v, a, e, w = inputs  # type: ignore[assignment]
+        assert q is not None and k is not None and v is not None
+        self.y_shape, self.W_shape = tuple(v.shape), (N, self.H, self.D, self.M)
+        self.q_shape, self.gate_shape = tuple(q.shape), (B, T, self.H)
+        self.q_dtype, self.gate_dtypes = q.dtype, (_type_of(a), _type_of(e), _type_of(w))
+        self.kept_dtype = operand_dtype(q.dtype, wide, config)
+        self.inverse_dtype = inverse_dtype(q.dtype, wide, config)
+        shape = (B, T, self.H, self.D)
+        erases = e is not None
+        self.shapes = tuple(kept_shapes(shape, self.M, erases, cu_seqlens, bool(keep), config) for keep in (0, 1))
+        self.prepared = bool(config.prepared) and e is not None
+        self.fused = bool(config.fused)
+        self.separate = not self.fused and (tied or w is not None or self.kept_dtype != v.dtype)
+        self.gate_strides = even((a, e, w))[1]
+        self.strides = (*_strides(q, k, v), *self.gate_strides)
+        self.packed, precision = cu_seqlens is not None, PRECISIONS[config.precision]
+        self.constants = {
+            "H": self.H,
+            "R": R,
+            "D": self.D,
+            "M": self.M,
+            "C": config.chunk,
+            "BLOCK_R": power_of_two(R),
+            "BLOCK_D": power_of_two(self.D),
+            "DECAY": a is not None,
+            "ERASE": e is not None,
+            "WRITE": w is not None,
+            "TIED": tied,
+            "PACKED": self.packed,
+            "MAP": features.map,
+            "SUM": bool(features.sum),
+            "GATHER": bool(config.gather),
+            "LOGITS": bool(features.logits),
+            "CAREFUL": bool(config.careful) and config.precision == HALF,
+            "OPERAND": TYPES[self.kept_dtype],
+            "ACC": TYPES[wide],
+            "PRECISION": "ieee" if precision == "16-bit" else precision,
+            "SOLVE": PRECISIONS[config.solve],
+        }
+        kinds = (q.dtype, dtype, wide, *self.gate_dtypes, _type_of(cu_seqlens))
+        self.depends_on = (q.device.index, *kinds, self.H, R, self.M, self.strides, tied, config, features)
+        self.block = min(config.columns, power_of_two(self.M))
+        self.invert = self._start(
+            invert_chunks,
+            self.shapes[1][1][0] * self.H,
+            (*self.strides[2:4], *self.gate_strides),
+            {"BLOCK_D": min(config.features, power_of_two(self.D))},
+            paced(config.invert_warps, 1, config.registers),
+        )
+        self.walks = {read: self._forward_walk(read) for read in (True, False)}
+        self.backs: dict[Any, tuple[Start, Start]] = {}
+
+    @staticmethod
+    def ready(q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> tuple[Tensor | None, ...]:
+        """The inputs with strides that the kernels can take."""
+        return _addressable(q), _addressable(k), _addressable(v), *even(gates)[0]
+
+    def _start(
+        self,
+        kernel: Any,
+        grid: int,
+        strides: tuple[int, ...],
+        more: Constants,
+        pace: dict[str, int],
+        *depends_on: Any,
+    ) -> Start:
+        return Start(
+            kernel,
+            (*self.depends_on, *depends_on),
+            grid,
+            strides,
+            lambda: self.constants | more,
+            pace,
+            self.device,
+        )
+
+    def _programs(self, block: int) -> int:
+        return self.N * self.H * -(-self.M // block)
+
+    def _forward_walk(self, read: bool) -> Start:
+        more = {"BLOCK_M": self.block, "PREPARED": self.prepared, "READ": read}
+        pace = paced(self.config.forward_warps, self.config.forward_stages)
+        return self._start(walk_forward, self._programs(self.block), self.strides, more, pace, read)
+
+    def forward(
+        self,
+        inputs: Sequence[Any],
+        W: Tensor | None,
+        cu_seqlens: Tensor | None,
+        keep: bool,
+        read: bool = True,
+        inverses: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """y, the final W, and where they are kept the states before each chunk and the chunks' inverses.
+
+        Without `read`, y is the values. Inverses that are known already may be given.
+        """
+        if self.index is not None and self.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.index):
+                return self.forward(inputs, W, cu_seqlens, keep, read, inverses)
+        if not self.untouched:
+            inputs = self.ready(*inputs[:3], tuple(inputs[3:]))  # type: ignore[arg-type]
+        q, k, v, a, e, w = inputs
+        device = self.device
+        y = torch.empty(self.y_shape, dtype=self.dtype, device=device) if read else v
+        W_end = torch.empty(self.W_shape, dtype=self.wide, device=device)
+        given = int(W is not None)
+        W = self.nothing if W is None else W.contiguous()
+        kept = self.shapes[keep]
+        states = torch.empty(kept[0], dtype=self.kept_dtype, device=device)
+        if inverses is None:
+            inverses = torch.empty(kept[1], dtype=self.inverse_dtype, device=device)
+            if self.prepared:
+                self.invert((k, a, e, cu_seqlens, inverses), self.N, self.T)
+        tensors = (q, k, v, a, e, w, W, cu_seqlens, y, W_end, states, inverses)
+        self.walks[read](tensors, self.T, int(keep), given)
+        return y, W_end, states, inverses
+
+    def _backward_starts(self, dy: Tensor, only_state: bool) -> tuple[Start, Start]:
+        """The walk back, and the launch for what is left by it, for dy with these strides."""
+        config, strides = self.config, (*self.strides[:6], *_strides(dy), *self.gate_strides)
+        fused = self.fused and not only_state
+        block = power_of_two(self.M) if fused else self.block
+        more = {"BLOCK_M": block, "FUSED": fused, "RIGHT": self.separate}
+        pace = paced(config.backward_warps, config.backward_stages)
+        key = (dy.dtype, strides, only_state)
+        walk = self._start(walk_backward, self._programs(block), strides, more, pace, *key)
+        blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M)}
+        programs = self.shapes[1][0][0] * self.H
+        pace = paced(config.chunk_warps, 1, config.registers)
+        return walk, self._start(chunk_gradients, programs, strides, blocks, pace, *key)
+
+    def backward(
+        self,
+        inputs: Sequence[Any],
+        dy: Tensor,
+        dW_end: Tensor | None,
+        states: Tensor,
+        inverses: Tensor,
+        cu_seqlens: Tensor | None,
+        wants_state: bool,
+        only_state: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Gates, Tensor | None]:
+        """Gradients of q, k, v, the gates and, if it is wanted, W; `only_state` leaves the others undone."""
+        if self.index is not None and self.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.index):
+                return self.backward(inputs, dy, dW_end, states, inverses, cu_seqlens, wants_state, only_state)
+        key = (dy.stride(), dy.dtype, only_state)
+        if key not in self.backs:
+            if (aligned := _addressable(dy)) is not dy:
+                return self.backward(inputs, aligned, dW_end, states, inverses, cu_seqlens, wants_state, only_state)
+            self.backs[key] = self._backward_starts(dy, only_state)
+        walk, chunks = self.backs[key]
+        if not self.untouched:
+            inputs = self.ready(*inputs[:3], tuple(inputs[3:]))  # type: ignore[arg-type]
+        q, k, v, a, e, w = inputs
+        device = self.device
+        dv = torch.empty(self.y_shape, dtype=self.q_dtype, device=device)
+        dq = dv if only_state else torch.empty(self.q_shape, dtype=self.q_dtype, device=device)
+        dk = dv if only_state else torch.empty(self.q_shape, dtype=self.q_dtype, device=device)
+        da, de, dw = (
+            None if kind is None else torch.empty(self.gate_shape, dtype=kind, device=device)
+            for kind in self.gate_dtypes
+        )
+        dW = torch.empty(self.W_shape, dtype=self.wide, device=device) if wants_state else self.nothing
+        final = self.nothing if dW_end is None else dW_end.contiguous()
+        dstates, dright = states, dv
+        if not self.fused or only_state:
+            dstates = torch.empty_like(states)
+            # The second launch reads the right side's gradient as an operand. dv will do where it is that, unrounded.
+            if self.separate:
+                dright = torch.empty(self.y_shape, dtype=self.kept_dtype, device=device)
+        given = (q, k, v, a, e, w, cu_seqlens, states, inverses, dy)
+        walk(
+            (*given, final, dq, dk, dv, da, de, dw, dW, dstates, dright),
+            self.T,
+            int(dW_end is not None),
+            int(wants_state),
+        )
+        if not self.fused and not only_state:
+            chunks((*given, dq, dk, da, de, dw, dstates, dright), self.N, self.T)
+        return dq, dk, dv, (da, de, dw), dW if wants_state else None
 
 
-def _contiguous(gates: Gates) -> Gates:
-    a, e, w = (None if gate is None else gate.contiguous() for gate in gates)
-    return a, e, w
+_plans: dict[tuple[Any, ...], Plan] = {}
 
 
-def forward(
+def plan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     gates: Gates,
-    W: Tensor,
+    N: int,
     cu_seqlens: Tensor | None,
     dtype: torch.dtype,
-    tied: bool,
-    keep: bool,
-    config: Config,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """y, the final W, and with `keep` each chunk's state and inverse, and the groups' transitions if there are any."""
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            return forward(q, k, v, gates, W, cu_seqlens, dtype, tied, keep, config)
-    q, k, v, W, gates = _addressable(q), _addressable(k), _addressable(v), W.contiguous(), _contiguous(gates)
-    length = group_length(q.shape[1], cu_seqlens, config)
-    if length == 0:
-        return *_forward(q, k, v, gates, W, cu_seqlens, dtype, tied, keep, config), None
-
-    (B, T, H, D), shape = q.shape, v.shape
-    bounds = _bounds(B, T, length, q.device)
-    q, k, v, gates = _in_a_row(q), _in_a_row(k), _in_a_row(v), _gates_in_a_row(gates)
-    groups = bounds.numel() - 1
-    # What each group makes of no state, and of every unit vector.
-    nothing = v.new_zeros(D).expand(*q.shape)
-    unit = torch.eye(D, dtype=W.dtype, device=W.device).expand(groups, H, D, D).contiguous()
-    zeros = W.new_zeros((groups, *W.shape[1:]))
-    only_state = (bounds, dtype, tied, False, config, False)
-    _, changes, _, inverses = _forward(q, k, v, gates, zeros, *only_state)
-    _, transitions, _, _ = _forward(q, k, nothing, gates, unit, *only_state, inverses)
-    starts = _scan(B, transitions, changes, W, back=False)
-    y, W_end, states, inverses = _forward(q, k, v, gates, starts, bounds, dtype, tied, keep, config, inverses=inverses)
-    return y.view(shape), _one_of_each(B, W_end, -1), states, inverses, transitions
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    W: Tensor,
-    cu_seqlens: Tensor | None,
-    dtype: torch.dtype,
-    tied: bool,
-    keep: bool,
-    config: Config,
-    read: bool = True,
-    inverses: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One walk; before it, where they are wanted and not given, the inverses."""
-    (_, T, H, D), M, N = q.shape, v.shape[3], W.shape[0]
-    a, e, w = gates
-    y = _fresh(v, dtype) if read else v
-    W_end = torch.empty_like(W)
-    kept = operand_dtype(q.dtype, W.dtype, config)
-    kept_states, kept_inverses = kept_shapes(q, v, e, cu_seqlens, keep, config)
-    states = torch.empty(kept_states, dtype=kept, device=q.device)
-    prepared = bool(config.prepared) and e is not None
-    missing = inverses is None
-    if inverses is None:
-        inverses = torch.empty(kept_inverses, dtype=kept, device=q.device)
-    block = min(config.columns, power_of_two(M))
-    strides = _strides(q, k, v)
-    kinds = (_kind(a), _kind(e), _kind(w), _kind(cu_seqlens))
-    depends_on = (q.device.index, q.dtype, dtype, W.dtype, kinds, H, D, M, strides, tied, read, config)
-
-    def constants() -> Constants:
-        return {
-            **_constants(q, M, gates, cu_seqlens is not None, tied, W.dtype, config),
-            "BLOCK_D": power_of_two(D),
-            "BLOCK_M": block,
-            "PREPARED": prepared,
-            "READ": read,
-        }
-
-    tensors: Sequence[Tensor | None]
-    scalars: tuple[int, ...]
-    if prepared and missing:
-        tensors = (k, a, e, cu_seqlens, inverses)
-        blocks = {"BLOCK_D": min(config.features, power_of_two(D))}
-        scalars = (N, T, *strides[2:4])
-        grid, pace = inverses.shape[0] * H, (config.invert_warps, 1)
-        _start(invert_chunks, depends_on, grid, tensors, scalars, lambda: constants() | blocks, pace)
-    tensors = (q, k, v, a, e, w, W, cu_seqlens, y, W_end, states, inverses)
-    scalars = (T, int(keep), *strides)
-    pace = (config.forward_warps, config.forward_stages)
-    _start(walk_forward, depends_on, N * H * -(-M // block), tensors, scalars, constants, pace)
-    return y, W_end, states, inverses
-
-
-def backward(
-    dy: Tensor,
-    dW_end: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    states: Tensor,
-    inverses: Tensor,
-    transitions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    tied: bool,
     wide: torch.dtype,
-    config: Config,
-) -> tuple[Tensor, Tensor, Tensor, Gates, Tensor]:
-    """Gradients of q, k, v, the gates and the initial W."""
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            return backward(dy, dW_end, q, k, v, gates, states, inverses, transitions, cu_seqlens, tied, wide, config)
-    q, k, v, dy, gates = _addressable(q), _addressable(k), _addressable(v), _addressable(dy), _contiguous(gates)
-    rest = (states, inverses)
-    length = group_length(q.shape[1], cu_seqlens, config)
-    if length == 0:
-        return _backward(dy, dW_end, q, k, v, gates, *rest, cu_seqlens, tied, wide, config)
-
-    assert transitions is not None
-    (B, T, _, _), sizes = q.shape, (q.shape, k.shape, v.shape)
-    bounds = _bounds(B, T, length, q.device)
-    inputs = (_in_a_row(q), _in_a_row(k), _in_a_row(v), _gates_in_a_row(gates))
-    dy = _in_a_row(dy)
-    # What each group makes of no gradient, then the gradients between groups, then everything.
-    *_, changes = _backward(dy, None, *inputs, *rest, bounds, tied, wide, config, only_state=True)
-    ends = _scan(B, transitions, changes, dW_end, back=True)
-    dq, dk, dv, grads, dW = _backward(dy, ends, *inputs, *rest, bounds, tied, wide, config)
-    dq, dk, dv = (x.view(size) for x, size in zip((dq, dk, dv), sizes, strict=True))
-    da, de, dw = (None if grad is None else grad.view(B, T, -1) for grad in grads)
-    return dq, dk, dv, (da, de, dw), _one_of_each(B, dW, 0)
-
-
-def _bounds(B: int, T: int, length: int, device: torch.device) -> Tensor:
-    """Where groups of `length` tokens begin and end, with all sequences in a row."""
-    groups = -(-T // length)
-    n = torch.arange(B * groups + 1, device=device, dtype=torch.int32)
-    return n // groups * T + n % groups * length
-
-
-def _one_of_each(B: int, states: Tensor, group: int) -> Tensor:
-    """The states of one group of each sequence."""
-    return states.unflatten(0, (B, -1))[:, group].clone(memory_format=torch.contiguous_format)
-
-
-def _in_a_row(x: Tensor) -> Tensor:
-    return x.flatten(0, 1).unsqueeze(0)
-
-
-def _gates_in_a_row(gates: Gates) -> Gates:
-    a, e, w = (None if gate is None else _in_a_row(gate) for gate in gates)
-    return a, e, w
-
-
-def _scan(B: int, transitions: Tensor, changes: Tensor, start: Tensor | None, back: bool) -> Tensor:
-    """The state before each group, or with `back` the gradient of the state after it."""
-    groups, H, D, M = changes.shape
-    states = torch.empty_like(changes)
-    block = min(16, power_of_two(M))
-    begin = changes if start is None else start.contiguous()
-
-    def constants() -> Constants:
-        precision = "ieee" if changes.dtype == torch.float64 else "tf32x3"
-        sizes = {"BLOCK_D": power_of_two(D), "BLOCK_M": block, "BACK": back, "PRECISION": precision}
-        return {"H": H, "D": D, "M": M, **sizes}
-
-    depends_on = (changes.device.index, changes.dtype, H, D, M, back)
-    tensors = (transitions, changes, begin, states)
-    scalars = (groups // B, int(start is not None))
-    _start(scan_groups, depends_on, B * H * -(-M // block), tensors, scalars, constants, (4, 1))
-    return states
-
-
-def _backward(
-    dy: Tensor,
-    dW_end: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    states: Tensor,
-    inverses: Tensor,
-    cu_seqlens: Tensor | None,
     tied: bool,
-    wide: torch.dtype,
     config: Config,
-    only_state: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Gates, Tensor]:
-    """One walk back, and unless it is `only_state` that counts, the gradients inside chunks."""
-    (B, T, H, D), M = q.shape, v.shape[3]
-    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    features: Features,
+) -> Plan:
+    """The plan for these shapes, strides and dtypes."""
     a, e, w = gates
-    dq, dk, dv = _fresh(q), _fresh(k), _fresh(v)
-    da, de, dw = (None if gate is None else torch.empty_like(gate) for gate in gates)
-    dW = torch.empty((N, H, D, M), dtype=wide, device=q.device)
-    final = dW if dW_end is None else dW_end.contiguous()
-    fused = bool(config.fused) and not only_state
-    # The second launch reads the right side's gradient as an operand. dv will do where it is that, unrounded further.
-    separate = not fused and (tied or w is not None or states.dtype != v.dtype)
-    dright = _fresh(v, states.dtype) if separate else dv
-    dstates = states if fused else torch.empty_like(states)
-    block = power_of_two(M) if fused else min(config.columns, power_of_two(M))
-    strides = _strides(q, k, v, dy)
-    kinds = (_kind(a), _kind(e), _kind(w), _kind(cu_seqlens))
-    depends_on = (q.device.index, q.dtype, dy.dtype, wide, kinds, H, D, M, strides, tied, only_state, config)
-    inputs = (q, k, v, a, e, w, cu_seqlens, states, inverses, dy)
-
-    def constants() -> Constants:
-        return {
-            **_constants(q, M, gates, cu_seqlens is not None, tied, wide, config),
-            "BLOCK_D": power_of_two(D),
-            "BLOCK_M": block,
-            "FUSED": fused,
-            "RIGHT": separate,
-        }
-
-    tensors: Sequence[Tensor | None] = (*inputs, final, dq, dk, dv, da, de, dw, dW, dstates, dright)
-    scalars = (T, int(dW_end is not None), *strides)
-    pace = (config.backward_warps, config.backward_stages)
-    _start(walk_backward, depends_on, N * H * -(-M // block), tensors, scalars, constants, pace)
-    if not fused and not only_state:
-        tensors = (*inputs, dq, dk, da, de, dw, dstates, dright)
-        blocks = {"BLOCK_D": min(config.features, power_of_two(D)), "BLOCK_M": power_of_two(M)}
-        grid, pace = states.shape[0] * H, (config.chunk_warps, 1)
-        _start(chunk_gradients, depends_on, grid, tensors, (N, T, *strides), lambda: constants() | blocks, pace)
-    return dq, dk, dv, (da, de, dw), dW
+    shapes = (q.shape, q.stride(), k.stride(), v.shape, v.stride(), kind_of(a), kind_of(e), kind_of(w))
+    key = (*shapes, N, kind_of(cu_seqlens), q.dtype, q.device, dtype, wide, tied, config, features)
+    found = _plans.get(key)
+    if found is None:
+        if len(_plans) >= MOST_SHAPES:
+            _plans.clear()
+        _plans[key] = found = Plan(q, k, v, gates, N, cu_seqlens, dtype, wide, tied, config, features)
+    return found

@@ -21,6 +21,23 @@ def dot(x, y, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def fine_dot(x, y, OPERAND: tl.constexpr, PRECISION: tl.constexpr, LEFT: tl.constexpr, CAREFUL: tl.constexpr):
+    """x @ y; with `CAREFUL` the `LEFT` or the right operand in two parts, so that twice as many of its digits count."""
+    if CAREFUL:
+        if LEFT:
+            rough = x.to(OPERAND)
+            rest = x.to(tl.float32) - rough.to(tl.float32)
+            result = dot(rough, y, OPERAND, PRECISION) + dot(rest, y, OPERAND, PRECISION)
+        else:
+            rough = y.to(OPERAND)
+            rest = y.to(tl.float32) - rough.to(tl.float32)
+            result = dot(x, rough, OPERAND, PRECISION) + dot(x, rest, OPERAND, PRECISION)
+    else:
+        result = dot(x, y, OPERAND, PRECISION)
+    return result
+
+
+@triton.jit
 def sequence(n, T, cu_seqlens, C: tl.constexpr, PACKED: tl.constexpr):
     """First token, length and first chunk slot of sequence n."""
     if PACKED:
@@ -57,9 +74,12 @@ def load_rows(x, rows, left, columns, stride, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_gate(x, rows, left, stride, filler: tl.constexpr, ACC: tl.constexpr):
-    """One gate of a chunk; `filler` past the sequence's end, so that nothing changes there."""
-    return tl.load(x + rows * stride, rows < left, filler).to(ACC)
+def load_gate(x, rows, left, stride, filler: tl.constexpr, LOGITS: tl.constexpr, ACC: tl.constexpr):
+    """One gate of a chunk, or from `LOGITS`; `filler` past the sequence's end, so that nothing changes there."""
+    gate = tl.load(x + rows * stride, rows < left, filler).to(ACC)
+    if LOGITS:
+        gate = tl.where(rows < left, 1.0 / (1.0 + tl.exp(-gate)), filler)
+    return gate
 
 
 @triton.jit

@@ -22,8 +22,18 @@ import torch
 from torch import Tensor
 
 from fastweights.files import write_atomically
-from fastweights.ops.backends.triton.configs import LEAST_CHUNKS, LEAST_GROUPS, LONG, TABLE, Config, configuration
-from fastweights.ops.chunked import chunk_length, chunked, chunked_backward
+from fastweights.ops import chunked, family
+from fastweights.ops.backends.triton.configs import (
+    FEW,
+    LEAST_CHUNKS,
+    LEAST_GROUPS,
+    LONG,
+    TABLE,
+    Config,
+    configuration,
+)
+from fastweights.ops.features import PLAIN, Features
+from fastweights.ops.problem import Problem
 
 ENVIRONMENT = "FASTWEIGHTS_SELF_CHECK"
 
@@ -34,7 +44,10 @@ Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Kind(NamedTuple):
-    """What decides which kernels run. `decay`, `erase` and `write` say which coefficients are there."""
+    """What decides which kernels run. `decay`, `erase` and `write` say which coefficients are there.
+
+    D is the size of the keys as they are given, before the map of `features`.
+    """
 
     dtype: torch.dtype
     D: int
@@ -45,23 +58,75 @@ class Kind(NamedTuple):
     tied: bool
     packed: bool
     config: Config
+    features: Features = PLAIN
 
     @classmethod
-    def of(cls, q: Tensor, v: Tensor, gates: Gates, tied: bool, cu_seqlens: Tensor | None, config: Config) -> Kind:
+    def of(
+        cls,
+        q: Tensor,
+        v: Tensor,
+        gates: Gates,
+        tied: bool,
+        cu_seqlens: Tensor | None,
+        config: Config,
+        features: Features,
+    ) -> Kind:
         """The kind of a call."""
         a, e, w = (gate is not None for gate in gates)
-        return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, cu_seqlens is not None, config)
+        return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, cu_seqlens is not None, config, features)
 
     def __str__(self) -> str:
         named = {"decay": self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
         gates = ", ".join(name for name, there in named.items() if there) or "no gates"
         form = ", packed" if self.packed else ", in groups" if self.config.groups else ""
-        return f"{str(self.dtype)[6:]}, D = {self.D}, M = {self.M}, {gates}{form}, chunk {self.config.chunk}"
+        features = self.features.describe(self.D)
+        return f"{str(self.dtype)[6:]}, {features}, M = {self.M}, {gates}{form}, chunk {self.config.chunk}"
 
     @property
     def key(self) -> str:
         """Its name on disk."""
-        return f"{self} {'-'.join(map(str, self.config))}"
+        return f"{self} {'-'.join(map(str, self.config + self.features))}"
+
+
+class StepKind(NamedTuple):
+    """The same for the kernel that takes one token; `normalized` is attention normalisation."""
+
+    dtype: torch.dtype
+    D: int
+    M: int
+    decay: bool
+    erase: bool
+    write: bool
+    tied: bool
+    normalized: bool
+    features: Features = PLAIN
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, gates: Gates, tied: bool, normalized: bool, features: Features) -> StepKind:
+        """The kind of a call."""
+        a, e, w = (gate is not None for gate in gates)
+        return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, normalized, features)
+
+    @classmethod
+    def of_problem(cls, problem: Problem) -> StepKind:
+        """The kind that a problem needs."""
+        a, e, w = family.coefficients(problem)
+        tied = e is not None and e is w
+        gates = (a, e, None if tied else w)
+        return cls.of(problem.q, problem.v, gates, tied, problem.z is not None, problem.features)
+
+    def __str__(self) -> str:
+        named = {"decay": self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
+        gates = ", ".join(name for name, there in (named | {"z": self.normalized}).items() if there) or "no gates"
+        return f"one token, {str(self.dtype)[6:]}, {self.features.describe(self.D)}, M = {self.M}, {gates}"
+
+    @property
+    def key(self) -> str:
+        """Its name on disk."""
+        return f"{self} {'-'.join(map(str, self.features))}"
+
+
+AnyKind = Kind | StepKind
 
 
 class Verdict(NamedTuple):
@@ -70,7 +135,7 @@ class Verdict(NamedTuple):
     errors: dict[str, float]
     failure: str | None = None
 
-    def reason(self, kind: Kind) -> str | None:
+    def reason(self, kind: AnyKind) -> str | None:
         """Why the kind must not be used."""
         if self.failure is not None:
             return f"the kernels for {kind} failed their self-check: {self.failure}"
@@ -82,10 +147,10 @@ class Verdict(NamedTuple):
 
 
 _lock = threading.RLock()
-_reasons: dict[tuple[torch.device, Kind], str | None] = {}
+_reasons: dict[tuple[torch.device, AnyKind], str | None] = {}
 
 
-def refusal(kind: Kind, heads: int, device: torch.device) -> str | None:
+def refusal(kind: AnyKind, heads: int, device: torch.device) -> str | None:
     """Why the kernels of this kind must not be used on `device`; checks them where nobody did before."""
     try:
         return _reasons[device, kind]
@@ -114,7 +179,7 @@ def refusal(kind: Kind, heads: int, device: torch.device) -> str | None:
     return reason
 
 
-def check_again(kind: Kind, heads: int, device: torch.device) -> Verdict:
+def check_again(kind: AnyKind, heads: int, device: torch.device) -> Verdict:
     """A new verdict in place of an old one; but what crashed the GPU before is not tried again."""
     known = _recorded(device)
     crashed = kind.key in known and "CUDA error" in (known[kind.key].failure or "")
@@ -132,11 +197,12 @@ def _capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def check(kind: Kind, heads: int, device: torch.device) -> Verdict:
+def check(kind: AnyKind, heads: int, device: torch.device) -> Verdict:
     """Run the kernels on a small problem and compare."""
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            return Verdict(_compare(kind, heads, device))
+            compare = _compare_step if isinstance(kind, StepKind) else _compare
+            return Verdict(compare(kind, heads, device))  # type: ignore[arg-type]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -150,9 +216,9 @@ def check(kind: Kind, heads: int, device: torch.device) -> Verdict:
 
 
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from fastweights.ops.backends.triton import launch
+    from fastweights.ops.backends.triton import walks
 
-    return launch.forward, launch.backward
+    return walks.forward, walks.backward
 
 
 def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
@@ -172,40 +238,123 @@ def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
         return torch.rand(B, T, H, generator=generator, device=device, dtype=wide) if there else None
 
     q, v = normal(B, T, H, D), normal(B, T, H, M)
-    k = torch.nn.functional.normalize(normal(B, T, H, D, dtype=torch.float32), dim=-1).to(kind.dtype)
+    k = normal(B, T, H, D)
+    if not kind.features.sum:
+        k = torch.nn.functional.normalize(k.float(), dim=-1).to(kind.dtype)
     a, e, w = uniform(kind.decay), uniform(kind.erase), uniform(kind.write)
     if a is not None:
         a = (0.8 + 0.2 * a).index_fill(1, torch.tensor([C // 2, 2 * C], device=device), 0.0)
+    if kind.features.logits:
+        a, e, w = (None if gate is None else gate.logit(1e-4) for gate in (a, e, w))
     # Also a sequence without tokens, and one that ends inside a chunk.
     bounds = torch.tensor([0, C + 3, C + 3, T], device=device) if kind.packed else None
-    W = 0.3 * normal(3 if kind.packed else B, H, D, M, dtype=wide)
+    W = 0.3 * normal(3 if kind.packed else B, H, kind.features.size(D), M, dtype=wide)
     dy, dW = normal(B, T, H, M), normal(*W.shape, dtype=wide)
 
-    y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, kind.dtype, kind.tied, True, kind.config)
-    grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, kind.tied, wide, kind.config)
+    last = (kind.config, kind.features)
+    y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, kind.dtype, wide, kind.tied, True, *last)
+    grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, wide, kind.tied, True, *last)
     ours = [y, W_end, *grads[:3], *(gate for gate in grads[3] if gate is not None), grads[4]]
-
-    exact = [None if x is None else x.double() for x in (q, k, v, a, e, e if kind.tied else w, W)]
-    length = chunk_length(D, M)
-    y, W_end, before = chunked(*exact, bounds, torch.float64, length, True)
-    want = [y, W_end, *chunked_backward(dy.double(), dW.double(), *exact[:6], before, bounds, length)]
-    if kind.tied:
-        # One gate, two coefficients: its gradient is the sum of theirs.
-        want[-3:-1] = [want[-3] + want[-2]]
+    want = _exact(kind, (q, k, v, a, e, w, W), bounds, dy, dW)
     gates = [name for name, gate in (("decay", a), ("erase", e), ("write", w)) if gate is not None]
     names = ["y", "W", "dq", "dk", "dv", *(f"d{name}" for name in gates), "dW"]
     found = torch.stack([(a.double() - b).norm() / b.norm() for a, b in zip(ours, want, strict=True)])
     return dict(zip(names, found.nan_to_num(float("inf")).tolist(), strict=True))
 
 
-def shipped() -> Iterator[Kind]:
-    """Every row of the table, with the delta rule, in groups, and packed with the gated delta rule."""
+def _step_kernel() -> Callable[..., Any]:
+    from fastweights.ops.backends.triton.one_token import step
+
+    return step
+
+
+def _compare_step(kind: StepKind, heads: int, device: torch.device) -> dict[str, float]:
+    """||ours - float64|| / ||float64|| of y, W and z after one token, in place and not."""
+    generator = torch.Generator(device).manual_seed(0)
+    B, H, D, M, features = 3, heads, kind.D, kind.M, kind.features
+    wide = torch.promote_types(kind.dtype, torch.float32)
+
+    def uniform(*shape: int, dtype: torch.dtype = kind.dtype) -> Tensor:
+        return torch.rand(shape, generator=generator, device=device).to(dtype)
+
+    def gate(there: bool) -> Tensor | None:
+        x = uniform(B, 1, H, dtype=wide) if there else None
+        return x.logit(1e-4) if x is not None and features.logits else x
+
+    # Positive keys and sums, so that nothing is divided by what cancels.
+    q, k, v = uniform(B, 1, H, D), uniform(B, 1, H, D), uniform(B, 1, H, M)
+    a, e, w = gate(kind.decay), gate(kind.erase), gate(kind.write)
+    W = uniform(B, H, features.size(D), M, dtype=wide)
+    z = 0.1 + uniform(B, H, features.size(D), dtype=wide) if kind.normalized else None
+    ours: list[Tensor] = []
+    for in_place in (False, True):
+        start = W.clone()
+        rest = (start, z, kind.dtype, kind.tied, kind.normalized, in_place, features)
+        ours += [x for x in _step_kernel()(q, k, v, (a, e, w), *rest) if x is not None]
+
+    exact = {name: x.double() for name, x in (("a", a), ("e", e), ("w", w)) if x is not None}
+    gates = {name: features.gate(x) for name, x in exact.items()}
+    want = _exact_step(kind, features.of(q.double()), features.of(k.double()), v.double(), gates, W.double(), z)
+    names = ["y", "W", *(["z"] if kind.normalized else [])]
+    names += [f"{name} in place" for name in names]
+    found = torch.stack([(a.double() - b).norm() / b.norm() for a, b in zip(ours, want * 2, strict=True)])
+    return dict(zip(names, found.nan_to_num(float("inf")).tolist(), strict=True))
+
+
+def _exact_step(
+    kind: StepKind, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], W: Tensor, z: Tensor | None
+) -> list[Tensor]:
+    """The family's equations for one token, with attention normalisation as in Eqs. 18-19 and 26-28."""
+    q, k, v = q[:, 0], k[:, 0], v[:, 0]
+    one = torch.ones_like(v[..., :1])
+    a, e, w = (gates[name].transpose(1, 2) if name in gates else None for name in "aew")
+    w = e if kind.tied else w
+    W = W if a is None else a.unsqueeze(-1) * W
+    z = None if z is None else z.double() if a is None else a * z.double()
+    recall = (k.unsqueeze(-2) @ W).squeeze(-2)
+    if z is not None:
+        recall = recall / (z * k).sum(-1, keepdim=True)
+        z = z + (k if e is not None or w is None else w * k)
+    W = W + k.unsqueeze(-1) * ((one if w is None else w) * v - (0 if e is None else e * recall)).unsqueeze(-2)
+    y = (q.unsqueeze(-2) @ W).squeeze(-2)
+    y = y if z is None else y / (z * q).sum(-1, keepdim=True)
+    return [y.unsqueeze(1), W, *([] if z is None else [z])]
+
+
+def _exact(
+    kind: Kind, inputs: tuple[Tensor | None, ...], bounds: Tensor | None, dy: Tensor, dW: Tensor
+) -> list[Tensor]:
+    """y, W and the gradients of what is there, in float64 by plain PyTorch."""
+    q, k, v, a, e, w, W = (None if x is None else x.detach().double() for x in inputs)
+    there = [x for x in (q, k, v, a, e, w, W) if x is not None]
+    with torch.enable_grad():
+        for x in there:
+            x.requires_grad_()
+        assert q is not None and k is not None
+        maps = kind.features
+        a, e, w = (None if gate is None else maps.gate(gate) for gate in (a, e, w))
+        y, W_end = chunked.recurrence(maps.of(q), maps.of(k), v, a, e, e if kind.tied else w, W, bounds, torch.float64)
+        grads = torch.autograd.grad([y, W_end], there, [dy.double(), dW.double()])
+    return [y, W_end, *grads]
+
+
+def shipped() -> Iterator[AnyKind]:
+    """Every row of the table, with the delta rule, in groups, and packed with the gated delta rule; then fused maps."""
     for dtype, rows in TABLE.items():
         for (D, M), config in rows.items() if dtype in LIMITS else ():
             grouped = configuration(D, M, dtype, 1, LONG)
             for row in (config,) if config == grouped else (config, grouped):
                 yield Kind(dtype, D, M, False, True, False, True, False, row)
             yield Kind(dtype, D, M, True, True, False, True, True, config)
+    # The paper's heads, and those with the most features that are mapped on chip.
+    for dtype in LIMITS:
+        for d, name, nu in ((16, "elu", 0), (32, "elu", 0), *((d, "dpfp", nu) for d in (16, 32) for nu in (1, 2, 3))):
+            features = Features.named(name, nu, sum=True, logits=True)
+            config = configuration(features.size(d), d, dtype, FEW + 1, 1, features)
+            yield Kind(dtype, d, d, False, True, False, True, False, config, features)
+            yield StepKind(dtype, d, d, False, True, False, True, False, features)
+        for D, M in ((64, 64), (512, 256)):
+            yield StepKind(dtype, D, M, True, True, False, True, True)
 
 
 @cache

@@ -1,0 +1,114 @@
+"""What `bench kernels` wants to know before it believes a time: is every configuration right, on this GPU?"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastweights as fw
+from fastweights.benchmarks.gpu_timing import short
+from fastweights.ops import family
+from fastweights.ops.backends.triton import self_check
+from fastweights.ops.backends.triton.configs import TABLE
+from fastweights.ops.problem import Problem
+from fastweights.ops.rules import RULES
+
+HEADS = 2
+
+
+def every_kind() -> Iterator[self_check.AnyKind]:
+    """What is shipped (groups, packed sequences, maps and steps too), then every row of the table with every rule."""
+    x = torch.zeros(1, 2, 1, 1)
+    seen = set()
+    for dtype, rows in TABLE.items():
+        for (D, M), config in rows.items() if dtype in self_check.LIMITS else ():
+            for rule in RULES.values():
+                if rule.coefficients is None:
+                    continue
+                gates = dict.fromkeys(rule.gates, x[..., 0])
+                ((_, *coefficients),) = family.parts(Problem(rule, x, x, x, gates, x))
+                seen.add(self_check.Kind(dtype, D, M, *coefficients, False, config))
+    shipped = list(self_check.shipped())
+    yield from shipped
+    yield from (kind for kind in sorted(seen, key=str) if kind not in shipped)
+
+
+def check_kinds(
+    kinds: Sequence[self_check.AnyKind], workers: int, heads: Sequence[int] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Each kind's errors against float64 and whether it is right, by `workers` processes that compile side by side.
+
+    A kind that takes the GPU's context down takes its process with it; what that process had left is done by others.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    left = list(zip(kinds, heads or [HEADS] * len(kinds), strict=True))
+    while left:
+        before = len(left)
+        context = multiprocessing.get_context("spawn")
+        with (
+            suppress(BrokenProcessPool),
+            ProcessPoolExecutor(max_workers=min(workers, len(left)), mp_context=context) as pool,
+        ):
+            for (kind, _), result in zip(left, pool.map(_check, left), strict=True):
+                if result is not None:
+                    found[kind.key] = result
+        left = [(kind, n) for kind, n in left if kind.key not in found]
+        if len(left) == before:
+            break
+    return found | {kind.key: {"right": False, "failure": "no process survived it"} for kind, _ in left}
+
+
+_crashed = False
+
+
+def _check(job: tuple[self_check.AnyKind, int]) -> dict[str, Any] | None:
+    """In a process of the pool; None from one whose GPU context is gone."""
+    global _crashed
+    kind, heads = job
+    if _crashed:
+        return None
+    try:
+        verdict = self_check.check(kind, heads, torch.device("cuda", 0))
+    except Exception as error:
+        _crashed = True
+        return {"right": False, "failure": short(error)}
+    return {"right": verdict.reason(kind) is None, "errors": verdict.errors, "failure": verdict.failure}
+
+
+def layer_in_a_graph(dtype: torch.dtype = torch.bfloat16, **options: Any) -> dict[str, Any]:
+    """A whole layer, forward and backward, replayed from a CUDA graph with new inputs, next to eager mode."""
+    torch.manual_seed(0)
+    layer = fw.FastWeightAttention(128, 8, 16, **options).to("cuda", dtype)
+    x = torch.randn(4, 100, 128, device="cuda", dtype=dtype, requires_grad=True)
+    dy = torch.randn_like(x)
+    wanted = [x, *layer.parameters()]
+
+    def step() -> list[Tensor]:
+        y, state = layer(x)
+        return [y, state.W, *torch.autograd.grad(y, wanted, dy)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        outputs = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        dy.copy_(torch.randn_like(dy))
+    graph.replay()
+    torch.cuda.synchronize()
+    replayed = [output.clone() for output in outputs]
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(replayed, step(), strict=True)]
+    equal = all(torch.equal(a, b) for a, b in zip(replayed, step(), strict=True))
+    return {"right": max(errors) < 1e-2, "equal": equal, "worst": max(errors)}

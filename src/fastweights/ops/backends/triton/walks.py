@@ -1,0 +1,131 @@
+"""The walks there and back for any call: as they are, or over groups of chunks side by side (see docs/kernels.md)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastweights.ops.backends.triton.configs import Config, group_length, power_of_two
+from fastweights.ops.backends.triton.groups import scan_groups
+from fastweights.ops.backends.triton.launch import Constants, Gates, Start, paced, plan
+from fastweights.ops.features import PLAIN, Features
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    W: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
+    wide: torch.dtype,
+    tied: bool,
+    keep: bool,
+    config: Config,
+    features: Features = PLAIN,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """y, the final W, and with `keep` each chunk's state and inverse, and the groups' transitions if there are any."""
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    length = group_length(q.shape[1], cu_seqlens, config)
+    how = (dtype, wide, tied, config, features)
+    if length == 0:
+        return *plan(q, k, v, gates, N, cu_seqlens, *how).forward((q, k, v, *gates), W, cu_seqlens, keep), None
+    with torch.cuda.device_of(q):
+        (B, T, H, R), shape = q.shape, v.shape
+        D = features.size(R)
+        bounds = _bounds(B, T, length, q.device)
+        q, k, v, gates = _in_a_row(q), _in_a_row(k), _in_a_row(v), _gates_in_a_row(gates)
+        groups = bounds.numel() - 1
+        # What each group makes of no state, and of every unit vector.
+        nothing = v.new_zeros(D).expand(*q.shape[:3], D)
+        unit = torch.eye(D, dtype=wide, device=q.device).expand(groups, H, D, D).contiguous()
+        walks = plan(q, k, v, gates, groups, bounds, *how)
+        inputs = (q, k, v, *gates)
+        _, changes, _, inverses = walks.forward(inputs, None, bounds, False, read=False)
+        square = plan(q, k, nothing, gates, groups, bounds, *how)
+        _, transitions, _, _ = square.forward((q, k, nothing, *gates), unit, bounds, False, False, inverses)
+        starts = _scan(B, transitions, changes, W, back=False)
+        y, W_end, states, inverses = walks.forward(inputs, starts, bounds, keep, inverses=inverses)
+        return y.view(shape), _one_of_each(B, W_end, -1), states, inverses, transitions
+
+
+def backward(
+    dy: Tensor,
+    dW_end: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    states: Tensor,
+    inverses: Tensor,
+    transitions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    wide: torch.dtype,
+    tied: bool,
+    wants_state: bool,
+    config: Config,
+    features: Features = PLAIN,
+) -> tuple[Tensor, Tensor, Tensor, Gates, Tensor | None]:
+    """Gradients of q, k, v, the gates and, if it is wanted, the initial W."""
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    length = group_length(q.shape[1], cu_seqlens, config)
+    how = (dy.dtype, wide, tied, config, features)
+    if length == 0:
+        walks = plan(q, k, v, gates, N, cu_seqlens, *how)
+        return walks.backward((q, k, v, *gates), dy, dW_end, states, inverses, cu_seqlens, wants_state)
+    assert transitions is not None
+    with torch.cuda.device_of(q):
+        (B, T, _, _), sizes = q.shape, (q.shape, k.shape, v.shape)
+        bounds = _bounds(B, T, length, q.device)
+        q, k, v, gates = _in_a_row(q), _in_a_row(k), _in_a_row(v), _gates_in_a_row(gates)
+        dy, inputs = _in_a_row(dy), (q, k, v, *gates)
+        walks = plan(q, k, v, gates, bounds.numel() - 1, bounds, *how)
+        # What each group makes of no gradient, then the gradients between groups, then everything.
+        *_, changes = walks.backward(inputs, dy, None, states, inverses, bounds, True, only_state=True)
+        assert changes is not None
+        ends = _scan(B, transitions, changes, dW_end, back=True)
+        dq, dk, dv, grads, dW = walks.backward(inputs, dy, ends, states, inverses, bounds, wants_state)
+        dq, dk, dv = (x.view(size) for x, size in zip((dq, dk, dv), sizes, strict=True))
+        da, de, dw = (None if grad is None else grad.view(B, T, -1) for grad in grads)
+        return dq, dk, dv, (da, de, dw), None if dW is None else _one_of_each(B, dW, 0)
+
+
+def _bounds(B: int, T: int, length: int, device: torch.device) -> Tensor:
+    """Where groups of `length` tokens begin and end, with all sequences in a row."""
+    groups = -(-T // length)
+    n = torch.arange(B * groups + 1, device=device, dtype=torch.int32)
+    return n // groups * T + n % groups * length
+
+
+def _one_of_each(B: int, states: Tensor, group: int) -> Tensor:
+    """The states of one group of each sequence."""
+    return states.unflatten(0, (B, -1))[:, group].clone(memory_format=torch.contiguous_format)
+
+
+def _in_a_row(x: Tensor) -> Tensor:
+    return x.flatten(0, 1).unsqueeze(0)
+
+
+def _gates_in_a_row(gates: Gates) -> Gates:
+    a, e, w = (None if gate is None else _in_a_row(gate) for gate in gates)
+    return a, e, w
+
+
+def _scan(B: int, transitions: Tensor, changes: Tensor, initial: Tensor | None, back: bool) -> Tensor:
+    """The state before each group, or with `back` the gradient of the state after it."""
+    groups, H, D, M = changes.shape
+    states = torch.empty_like(changes)
+    block = min(16, power_of_two(M))
+    begin = changes if initial is None else initial.contiguous()
+
+    def constants() -> Constants:
+        precision = "ieee" if changes.dtype == torch.float64 else "tf32x3"
+        sizes = {"BLOCK_D": power_of_two(D), "BLOCK_M": block, "BACK": back, "PRECISION": precision}
+        return {"H": H, "D": D, "M": M, **sizes}
+
+    depends_on = (changes.device.index, changes.dtype, H, D, M, back)
+    programs = B * H * -(-M // block)
+    start = Start(scan_groups, depends_on, programs, (), constants, paced(4, 1), changes.device)
+    start((transitions, changes, begin, states), groups // B, int(initial is not None))
+    return states

@@ -1,0 +1,40 @@
+"""The layers' kernels on a GPU against float64 there, and a language model's recorded updates against plain ones."""
+
+import pytest
+import torch
+
+from fastweights.benchmarks import lm
+from fastweights.layers import adaptive_check, feedforward_fused
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32"),
+]
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("d", [16, 72, 128])
+@pytest.mark.parametrize("cutoffs", [(500, 1000, 7500), ()], ids=str)
+def test_softmax(dtype, d, cutoffs):
+    for tokens in (1, 129, 1000):
+        errors = adaptive_check.compare(dtype, torch.float32, d, CUDA, tokens, 9001, cutoffs)
+        assert all(error < adaptive_check.LIMITS[dtype] for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("d_model", [16, 100, 128, 256])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_feedforward(d_model, p):
+    for tokens in (1, 129, 1000):
+        errors = feedforward_fused.compare(torch.bfloat16, d_model, 300, CUDA, tokens, p)
+        assert all(error < feedforward_fused.LIMIT for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("model", lm.MODELS)
+def test_the_fast_way_learns_the_same(model):
+    """Also with random features, which both ways draw alike from one seed as long as nothing is compiled."""
+    ways = ["bf16", "graph"] if "performer" in model else ["plain", "fast"]
+    found = lm.agreement(lm.random_corpus("tiny"), "tiny", model, ways, "cuda", 12)
+    assert found["agree"], found["largest_difference"]

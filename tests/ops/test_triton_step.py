@@ -1,0 +1,207 @@
+"""One token in one launch, in the interpreter, against the paper's equations. Like `test_triton_interpret`."""
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastweights.layers.fast_weight import FastWeightAttention
+from fastweights.ops import memory, reference
+from fastweights.ops.backends.triton import self_check
+from fastweights.ops.backends.triton.ops import step_op, takes_step
+from fastweights.ops.features import Features
+from fastweights.ops.memory import fast_weight_memory
+from fastweights.ops.problem import Problem
+from fastweights.ops.rules import RULES
+from fastweights.ops.state import FastWeightState
+from tests.ops.calls import FAMILY, NORMALIZATIONS, random_call
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+DELTA = Features.named("dpfp", 1, sum=True, logits=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_in_the_interpreter() -> None:
+    """Runs the rest of this file with the interpreter."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout=280", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert "passed" in run.stdout
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Memory that nobody wrote reads as NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@inside
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("rule", FAMILY)
+def test_every_rule(rule, normalization):
+    call = random_call(rule, normalization, B=2, T=1, H=3, D=20, M=9)
+    ours, want = call.run("triton"), call.run("reference")
+    for a, b in zip(ours, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@inside
+@pytest.mark.parametrize(("D", "M"), [(8, 8), (5, 40), (300, 20), (512, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sizes(D, M, dtype):
+    """Also more value columns than a program takes."""
+    call = random_call("gated_delta", None, B=1, T=1, H=1, D=D, M=M).to(dtype)
+    exact = call.to(torch.float64).run("reference")
+    for a, b in zip(call.run("triton"), exact, strict=True):
+        assert (a - b).norm() <= (1e-6 if dtype == torch.float32 else 1e-3) * b.norm()
+
+
+@inside
+@pytest.mark.parametrize("normalization", ["sum", "both"])
+@pytest.mark.parametrize(
+    ("rule", "phi"), [("delta", "dpfp"), ("gated", "elu"), ("gated_delta", "relu"), ("delta", "favor")]
+)
+def test_steps_are_the_sequence(rule, phi, normalization):
+    """Token by token, in place or not, is the whole at once; a state that was not offered stays as it was."""
+    torch.manual_seed(0)
+    layer = FastWeightAttention(8, 2, 4, rule, phi, normalization, d_value=6, backend="triton").double().eval()
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    with torch.no_grad():
+        want, end = layer(x)
+        for in_place in (False, True):
+            state, ys = None, []
+            for t in range(x.shape[1]):
+                before = state
+                kept = None if state is None else state.clone()
+                y, state = layer.step(x[:, t], state, in_place=in_place)
+                ys.append(y)
+                if before is not None and kept is not None:
+                    assert (state.W.data_ptr() == before.W.data_ptr()) == in_place
+                    assert torch.equal(before.W, kept.W) != in_place
+            torch.testing.assert_close(torch.stack(ys, 1), want)
+            for name, tensor in end.tensors().items():
+                torch.testing.assert_close(state.tensors()[name], tensor)
+
+
+@inside
+def test_overwriting_is_noticed():
+    """A state that some graph still needs cannot be overwritten behind its back."""
+    x = torch.randn(1, 1, 1, 4, dtype=torch.float64)
+    W = torch.randn(1, 1, 4, 4, dtype=torch.float64)
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    product = weight * W
+    with torch.no_grad():
+        fast_weight_memory(x, x, x, rule="sum", state=FastWeightState(W), in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@inside
+def test_gradients_take_the_walk():
+    x = torch.randn(1, 1, 1, 4, dtype=torch.float64, requires_grad=True)
+    problem = Problem(RULES["sum"], x, x, x, {}, torch.zeros(1, 1, 4, 4, dtype=torch.float64))
+    assert not takes_step(problem)
+    with torch.no_grad():
+        assert takes_step(problem)
+    y, _ = fast_weight_memory(x, x, x, rule="sum", backend="triton")
+    expected, _, _ = reference.run(problem)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x))
+
+
+@inside
+@pytest.mark.parametrize("z", [False, True])
+def test_as_a_custom_op(z):
+    x, gate = torch.randn(2, 1, 1, 4, dtype=torch.float64), torch.randn(2, 1, 1, dtype=torch.float64)
+    W = torch.randn(2, 1, 8, 4, dtype=torch.float64)
+    torch.use_deterministic_algorithms(False)
+    arguments = (x, x, x, None, gate, None, W, W[..., 0].abs() if z else None, torch.float64, True, list(DELTA))
+    torch.library.opcheck(step_op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@inside
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("decay", [False, True])
+def test_passes_its_own_check(decay, normalized):
+    kind = self_check.StepKind(torch.float32, 8, 12, decay, True, False, True, normalized, DELTA)
+    verdict = self_check.check(kind, 2, torch.device("cpu"))
+    assert verdict.reason(kind) is None
+    assert list(verdict.errors)[-1].endswith("in place")
+
+
+@inside
+def test_a_wrong_step_fails_its_check(monkeypatch):
+    right = self_check._step_kernel()
+
+    def wrong(*arguments):
+        y, *rest = right(*arguments)
+        return y.flip(0), *rest
+
+    monkeypatch.setattr(self_check, "_step_kernel", lambda: wrong)
+    kind = self_check.StepKind(torch.float32, 8, 12, False, True, False, True, False)
+    assert "off y by" in self_check.check(kind, 2, torch.device("cpu")).reason(kind)
+
+
+@inside
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("rule", FAMILY)
+def test_the_second_call_is_shorter_and_the_same(rule, T):
+    """With other numbers, with and without gradients and a state; then a call that does not fit is still refused."""
+    memory._again.clear()
+    for seed in range(3):
+        call = random_call(rule, None, B=2, T=T, H=1, D=6, M=4, seed=seed)
+        without = replace(call, state=())
+        for backend_call, state in ((call, FastWeightState(*call.state)), (without, None)):
+            inputs = [x.detach().clone().requires_grad_() for x in backend_call.inputs()]
+            found = []
+            for backend in ("triton", "chunked"):
+                q, k, v, *rest = inputs
+                gates = dict(zip(call.gates, rest, strict=False))
+                given = None if state is None else FastWeightState(inputs[-1])
+                y, end = fast_weight_memory(q, k, v, rule=rule, state=given, backend=backend, **gates)
+                with torch.no_grad():
+                    same, _ = fast_weight_memory(q, k, v, rule=rule, state=given, backend=backend, **gates)
+                torch.testing.assert_close(same, y)
+                found.append([y, end.W, *torch.autograd.grad(y.sum() + end.W.square().sum(), inputs)])
+            for ours, want in zip(*found, strict=True):
+                torch.testing.assert_close(ours, want, rtol=1e-9, atol=1e-10)
+    assert len(memory._again) == (4 if T == 1 else 2)
+    with pytest.raises(TypeError, match="share a dtype"):
+        fast_weight_memory(q, k, v.float(), rule=rule, backend="triton", **gates)
+    with pytest.raises(ValueError, match=r"state\.W must have shape"):
+        state = FastWeightState(inputs[-1].new_zeros(2, 1, 6, 5))
+        fast_weight_memory(q, k, v, rule=rule, state=state, backend="triton", **gates)
+
+
+@inside
+def test_nothing_is_held_on_to():
+    x = torch.randn(1, 3, 1, 4, dtype=torch.float64)
+    beta = torch.rand(1, 3, 1, dtype=torch.float64)
+    fast_weight_memory(x, x, x, beta=beta, backend="triton")
+    kept = [weakref.ref(tensor) for tensor in (x, beta)]
+    del x, beta
+    gc.collect()
+    assert all(reference() is None for reference in kept)
+
+
+@inside
+def test_no_second_derivative_without_a_word():
+    """The kernels cannot be differentiated twice: an error, not zeros."""
+    x = torch.randn(1, 3, 1, 4, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        y, _ = fast_weight_memory(x, x, x, rule="sum", backend="triton")
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
