@@ -228,7 +228,7 @@ def test_every_table_from_the_command_line(invoke, tmp_path, monkeypatch):
     again = invoke("reproduce", *TABLES, "--scale", "smoke")
     assert again.exit_code == 0 and "after" not in again.stderr
     listed = invoke("reproduce", "--list").stdout
-    assert "smoke: 5 cells" in listed and "500,000 steps small" in listed
+    assert "smoke: 5 cells" in listed and "12.3 G words each small model" in listed
 
 
 def test_runs_can_be_kept_and_settings_shown(invoke, tmp_path):

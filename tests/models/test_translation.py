@@ -147,6 +147,9 @@ def test_a_preset_has_its_attention_everywhere_unless_told(attention):
     assert config.attentions == (attention,) * 3
     assert PRESETS["tiny"](attention, cross="softmax").attentions == (attention, attention, "softmax")
     assert config.rule == "sum" and config.normalization == "attention"
+    # The paper's draws new features for each batch; tiny's training is too short for that.
+    assert PRESETS["big"](attention).redraw and config.redraw == (attention != "performer")
+    assert PRESETS["tiny"](attention, cross="performer", redraw=True).redraw
     if attention != "softmax":
         assert PRESETS["tiny"](attention, rule="delta").normalization == "sum"
 
@@ -179,6 +182,19 @@ def test_autocast_agrees_with_full_precision(kind):
     torch.testing.assert_close(found.float(), expected, atol=0.1, rtol=0.1)
     assert log_p.dtype == torch.float32
     torch.testing.assert_close(second, expected.log_softmax(-1)[:, 1], atol=0.1, rtol=0.1)
+
+
+@pytest.mark.slow
+def test_compiles_without_graph_breaks():
+    model = make("delta", encoder_layers=1, decoder_layers=1)
+    compiled = torch.compile(lambda *batch: model.loss(*batch, 0.1)[0], fullgraph=True, backend="aot_eager")
+    # By the second shape sizes are symbols.
+    for B, S, T in ((3, 7, 5), (2, 6, 4), (3, 5, 7)):
+        source, mask, target = sentences(B, S, T)
+        losses = compiled(source, mask, target, target)
+        torch.testing.assert_close(losses, model.loss(source, mask, target, target, 0.1)[0])
+    losses.sum().backward()
+    assert model.embedding.weight.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(

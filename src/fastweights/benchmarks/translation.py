@@ -143,7 +143,7 @@ def run(out: Path | None, preset: str, device: str, precision: str, repeats: int
     shown = ("train_tokens_per_s", "encode_ms", "step_ms", "sentences_per_s", "state_bytes")
     table = Table("source length", "", *(name.replace("_", " ") for name in shown), title=f"{preset}, {precision}")
     for row in rows:
-        values = [f"{row[name]:,.1f}" if name in row else "-" for name in shown]
+        values = [f"{row[name]:,.{'0f' if name == 'state_bytes' else '1f'}}" if name in row else "-" for name in shown]
         table.add_row(str(row["source_length"]), row["attention"], *values)
     console.print(table)
     if out is not None:

@@ -231,6 +231,7 @@ class Experiment:
         take: makes what is `given` out of a `Request` at a scale; None for an experiment that takes nothing.
         given: names of the entries of `config` that `take` decides. A record keeps its own.
         text: what the paper's models were trained on, where ours can be on something else.
+        measure: what the numbers on that text are.
         size_name: what `size` is, in front of its value.
         fixed_sizes: drawn at the sizes of its scales only, which a `Selection` can narrow but not change.
         selectable: False where there is nothing to select, and every `Selection` leaves it whole.
@@ -251,6 +252,7 @@ class Experiment:
     take: Callable[[str, Request], Given] | None = None
     given: tuple[str, ...] = ()
     text: str = ""
+    measure: str = "Perplexities"
     size_name: str = "S"
     fixed_sizes: bool = False
     selectable: bool = True

@@ -40,8 +40,8 @@ SCALES = language.scales(
     {
         "smoke": "2 s",
         "small": "3 min on 2 cores",
-        "code": "weeks on one GPU; 500,000 steps small, 400,000 medium, each model",
-        "paper": "weeks on one GPU; 500,000 steps small, 400,000 medium, each model",
+        "code": "12.3 G words each small model, 8.6 G each medium one",
+        "paper": "12.3 G words each small model, 8.6 G each medium one",
     },
 )
 STATEMENT = "In both configurations, our update rule provides convincing improvements over the sum update rule."

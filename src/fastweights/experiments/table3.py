@@ -26,8 +26,8 @@ SCALES = language.scales(
     {
         "smoke": "2 s",
         "small": "2 min on 2 cores",
-        "code": "weeks on one GPU; 400,000 steps each model",
-        "paper": "weeks on one GPU; 400,000 steps each model",
+        "code": "8.6 G words each model",
+        "paper": "8.6 G words each model",
     },
 )
 STATEMENT = (

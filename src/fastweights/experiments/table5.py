@@ -27,8 +27,8 @@ SCALES = language.scales(
     {
         "smoke": "2 s",
         "small": "2 min on 2 cores",
-        "code": "weeks on one GPU; 500,000 steps each model",
-        "paper": "weeks on one GPU; 500,000 steps each model",
+        "code": "12.3 G words each model",
+        "paper": "12.3 G words each model",
     },
 )
 STATEMENT = (

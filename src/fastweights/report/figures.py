@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -314,4 +315,9 @@ def _legend(figure: Figure) -> None:
 def _series(experiment: Experiment, results: Results) -> Iterator[tuple[str, Style, str]]:
     for model, label in experiment.models.items():
         if results.of(model):
-            yield model, STYLES.get(model, Style("#4b5563", "o")), label
+            yield model, STYLES.get(model, Style("#4b5563", "o")), _subscripts(label)
+
+
+def _subscripts(text: str) -> str:
+    """d_dot and d_key as the paper writes them."""
+    return re.sub(r"\bd_(dot|key)\b", r"$d_{\1}$", text)

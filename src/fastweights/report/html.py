@@ -157,7 +157,7 @@ def _trained_on(chapter: Chapter) -> str:
     if not corpora:
         return ""
     ours = ", ".join(dict.fromkeys(corpora))
-    return f"Perplexities on {ours}" + (f"; the paper's are on {theirs}." if ours != theirs else ".")
+    return f"{chapter.experiment.measure} on {ours}" + (f"; the paper's are on {theirs}." if ours != theirs else ".")
 
 
 def _numbers(table: Table) -> str:

@@ -143,7 +143,6 @@ class TranslationTask(Task):
 
     def _bleu(self, model: TranslationModel) -> Bleu:
         pairs, count = self.corpus.split("valid"), self.bleu_sentences
-        # One rate of pay for all lengths is enough to tell checkpoints apart; beams of 1 do not look at it.
         found = translate(model, self.corpus.tokenizer, pairs.sources[:count], beam=self.bleu_beam, batch=2 * BATCH)
         return bleu(found, pairs.targets[:count])
 

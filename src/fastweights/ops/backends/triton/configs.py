@@ -50,6 +50,14 @@ class Config(NamedTuple):
     registers: int = 0
 
 
+_FIELDS = Config._fields
+
+
+def _changed(config: Config, **changes: int) -> Config:
+    """As `config._replace`, which `torch.compile` in PyTorch 2.11 takes for a row without entries."""
+    return Config(*[changes[name] if name in changes else getattr(config, name) for name in _FIELDS])
+
+
 def _fused(chunk: int, columns: int, precision: int, solve: int, warps: int, stages: int) -> Config:
     return Config(chunk, columns, precision, solve, 1, 0, warps, stages, warps, stages, 1, 1, 16)
 
@@ -114,11 +122,11 @@ def _mapped(config: Config, D: int) -> Config:
     """The row for keys that come mapped, as it is where D of them are mapped on chip."""
     size = power_of_two(D)
     # Products of three parts are much code for picking entries.
-    config = config._replace(features=size, gather=int(config.precision != HALF))
+    config = _changed(config, features=size, gather=int(config.precision != HALF))
     if config.fused:
         return config
     chunk, invert_warps, chunk_warps = next(row for keys, row in _MAPPED.items() if keys >= D)
-    return config._replace(chunk=min(chunk, config.chunk), invert_warps=invert_warps, chunk_warps=chunk_warps)
+    return _changed(config, chunk=min(chunk, config.chunk), invert_warps=invert_warps, chunk_warps=chunk_warps)
 
 
 def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int, features: Features = PLAIN) -> Config:
@@ -130,7 +138,7 @@ def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int, featur
     if walks > FEW or T < LONG or D > 128:
         return config
     # Every group is walked more than once: its inverses are better formed once.
-    return config._replace(groups=min(MOST_GROUPS, PROGRAMS // walks), prepared=1)
+    return _changed(config, groups=min(MOST_GROUPS, PROGRAMS // walks), prepared=1)
 
 
 def power_of_two(n: int) -> int:

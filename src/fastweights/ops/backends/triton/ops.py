@@ -213,7 +213,7 @@ def recurrence(
     if config is None:
         config = configuration(features.size(q.shape[3]), v.shape[3], q.dtype, N * q.shape[2], q.shape[1], features)
     if not _plain(q):
-        y, W, *_ = walk(*inputs, cu_seqlens, dtype, keep, wide, tied, config, features)
+        y, W, *_ = walk(*inputs, cu_seqlens, dtype, keep, wide, tied, list(config), list(features))
         return y, W
     how = (dtype, wide, tied, config, features)
     plan = None
@@ -318,7 +318,7 @@ def step(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     if tied:
         w = None
     if not _plain(q):
-        found = step_op(q, problem.k, problem.v, a, e, w, W, z, q.dtype, tied, features)
+        found = step_op(q, problem.k, problem.v, a, e, w, W, z, q.dtype, tied, list(features))
         return found[0], found[1], None if z is None else found[2]
     rest = (q.dtype, tied, z is not None, problem.in_place, features)
     y, W_end, z_end = _one_token()(q, problem.k, problem.v, (a, e, w), W, z, *rest)
