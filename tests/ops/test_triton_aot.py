@@ -44,6 +44,8 @@ MAPPED = [
     pytest.param(dtype, d, Features.named(name, nu, True, True), id=f"{str(dtype)[6:]}-{d}-{name}-{nu}")
     for dtype in (torch.bfloat16, torch.float32)
     for d, name, nu in ((16, "elu", 0), (16, "dpfp", 1), (16, "dpfp", 3), (32, "dpfp", 3))
+    # Half a minute of compiling: float32 has its products in three.
+    if (dtype, d) != (torch.float32, 32)
 ]
 
 
