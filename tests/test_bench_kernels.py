@@ -11,7 +11,7 @@ from fastweights.benchmarks import kernel_checks, kernels
 from fastweights.commands import info
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.backends.triton.configs import TABLE
-from fastweights.ops.backends.triton.self_check import Kind
+from fastweights.ops.backends.triton.kinds import Kind
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 

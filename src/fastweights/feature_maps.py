@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastweights.ops import features
 from fastweights.ops.tables import look_up
 
 
@@ -87,8 +88,7 @@ class ELU(FeatureMap):
     """ELU(x) + 1, positive [Eq. 30, Katharopoulos et al. 2020]; dim = d_key."""
 
     def map(self, x: Tensor) -> Tensor:
-        # Not elu(x) + 1: its exp(x) - 1 + 1 has lost every digit below x = -6 in bfloat16.
-        return x.clamp(max=0).exp() + x.relu()
+        return features.elu(x)
 
 
 @_feature_map("relu")
@@ -96,7 +96,7 @@ class ReLU(FeatureMap):
     """max(0, x); dim = d_key."""
 
     def map(self, x: Tensor) -> Tensor:
-        return x.relu()
+        return features.relu(x)
 
 
 @_feature_map("silu")
@@ -141,8 +141,7 @@ class DPFP(FeatureMap):
         self.dim = 2 * d_key * nu
 
     def map(self, x: Tensor) -> Tensor:
-        r = torch.cat([x.relu(), (-x).relu()], -1)
-        return torch.cat([r * r.roll(j, -1) for j in range(1, self.nu + 1)], -1)
+        return features.dpfp(x, self.nu)
 
 
 def orthonormal_rows(x: Tensor, n: int) -> Tensor:

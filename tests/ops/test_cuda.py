@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from fastweights.benchmarks import kernel_checks, kernel_forms
+from fastweights.ops.features import Features
 from tests.ops.calls import FAMILY, NORMALIZATIONS, gradients, random_call, relative_error
 
 pytestmark = [
@@ -82,3 +84,40 @@ def test_cuda_graph():
     assert all(
         torch.equal(a, b) for a, b in zip(grads, torch.autograd.grad(expected.sum(), call.inputs()), strict=True)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("nu", [0, 1, 2, 3])
+@pytest.mark.parametrize("heads", kernel_forms.HEADS)
+def test_feature_maps_inside(heads, nu, dtype):
+    features = Features.named("dpfp" if nu else "elu", nu, sum=True, logits=True)
+    assert kernel_forms.fused_error(heads, dtype, features) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [(8, 8), (32, 16), (192, 32), (512, 256)], ids=str)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("rule", FAMILY)
+def test_one_token(rule, normalization, size, dtype):
+    call = on_gpu(random_call(rule, normalization, 3, 1, 2, *size)).to(dtype)
+    exact = call.to(torch.float64).run("reference")
+    for more in ({}, {"in_place": True}):
+        again = call.with_inputs([x.clone() for x in call.inputs()])
+        assert relative_error(again.run("triton", **more), exact) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("rule", FAMILY)
+def test_the_second_call_is_the_same(rule):
+    """It goes a shorter way."""
+    call = on_gpu(random_call(rule, None, 4, 100, 2, 16, 16)).to(torch.float32)
+    first, second = everything(call, "triton"), everything(call, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    moved = call.with_inputs([x + 0.01 for x in call.inputs()])
+    exact = everything(moved.to(torch.float64), "reference")
+    assert relative_error(everything(moved, "triton"), exact) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"feature_map": "elu"}, {"rule": "gated_delta", "feature_map": "dpfp"}], ids=str)
+def test_a_whole_layer_in_a_graph(options):
+    assert kernel_checks.layer_in_a_graph(**options)["right"]

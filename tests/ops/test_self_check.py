@@ -10,6 +10,7 @@ from fastweights.ops import family
 from fastweights.ops.backends import BACKENDS, select, triton
 from fastweights.ops.backends.triton import self_check
 from fastweights.ops.backends.triton.configs import FEW, LONG, TABLE, configuration
+from fastweights.ops.backends.triton.kinds import Kind
 from fastweights.ops.chunked import chunked, chunked_backward
 from fastweights.ops.features import PLAIN
 from fastweights.ops.problem import Problem
@@ -66,7 +67,7 @@ def forget(monkeypatch):
 
 
 def a_kind(dtype=torch.float32, decay=False, packed=False):
-    return self_check.Kind(dtype, 8, 12, decay, True, False, True, packed, configuration(8, 12, dtype, 999, 256))
+    return Kind(dtype, 8, 12, decay, True, False, True, packed, configuration(8, 12, dtype, 999, 256))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -217,7 +218,7 @@ def test_the_table_holds_no_row_that_is_known_to_be_miscompiled():
 
 def test_neither_does_what_is_mapped_on_chip():
     for kind in self_check.shipped():
-        if isinstance(kind, self_check.Kind) and kind.features != PLAIN:
+        if isinstance(kind, Kind) and kind.features != PLAIN:
             config = kind.config
             assert config.features >= kind.features.size(kind.D)
             most = max(config.forward_warps, config.backward_warps, config.chunk_warps, config.invert_warps)
@@ -231,7 +232,7 @@ def test_few_walks_go_in_groups():
     assert configuration(256, 64, torch.bfloat16, 1, LONG).groups == 0
     kinds = list(self_check.shipped())
     assert len(set(kinds)) == len(kinds)
-    plain = [kind for kind in kinds if isinstance(kind, self_check.Kind) and kind.features == PLAIN]
+    plain = [kind for kind in kinds if isinstance(kind, Kind) and kind.features == PLAIN]
     assert {kind.config._replace(groups=0, prepared=0) for kind in plain} == {
         config._replace(prepared=0) for dtype, rows in TABLE.items() if dtype.itemsize < 8 for config in rows.values()
     }

@@ -14,6 +14,7 @@ import torch
 from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.ops import memory, reference
 from fastweights.ops.backends.triton import self_check
+from fastweights.ops.backends.triton.kinds import StepKind
 from fastweights.ops.backends.triton.ops import step_op, takes_step
 from fastweights.ops.features import Features
 from fastweights.ops.memory import fast_weight_memory
@@ -135,7 +136,7 @@ def test_as_a_custom_op(z):
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("decay", [False, True])
 def test_passes_its_own_check(decay, normalized):
-    kind = self_check.StepKind(torch.float32, 8, 12, decay, True, False, True, normalized, DELTA)
+    kind = StepKind(torch.float32, 8, 12, decay, True, False, True, normalized, DELTA)
     verdict = self_check.check(kind, 2, torch.device("cpu"))
     assert verdict.reason(kind) is None
     assert list(verdict.errors)[-1].endswith("in place")
@@ -150,7 +151,7 @@ def test_a_wrong_step_fails_its_check(monkeypatch):
         return y.flip(0), *rest
 
     monkeypatch.setattr(self_check, "_step_kernel", lambda: wrong)
-    kind = self_check.StepKind(torch.float32, 8, 12, False, True, False, True, False)
+    kind = StepKind(torch.float32, 8, 12, False, True, False, True, False)
     assert "off y by" in self_check.check(kind, 2, torch.device("cpu")).reason(kind)
 
 

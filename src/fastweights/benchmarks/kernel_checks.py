@@ -17,13 +17,14 @@ from fastweights.benchmarks.gpu_timing import short
 from fastweights.ops import family
 from fastweights.ops.backends.triton import self_check
 from fastweights.ops.backends.triton.configs import TABLE
+from fastweights.ops.backends.triton.kinds import AnyKind, Kind
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
 
 HEADS = 2
 
 
-def every_kind() -> Iterator[self_check.AnyKind]:
+def every_kind() -> Iterator[AnyKind]:
     """What is shipped (groups, packed sequences, maps and steps too), then every row of the table with every rule."""
     x = torch.zeros(1, 2, 1, 1)
     seen = set()
@@ -34,14 +35,14 @@ def every_kind() -> Iterator[self_check.AnyKind]:
                     continue
                 gates = dict.fromkeys(rule.gates, x[..., 0])
                 ((_, decay, erase, write, tied),) = family.parts(Problem(rule, x, x, x, gates, x))
-                seen.add(self_check.Kind(dtype, D, M, decay, erase, write, tied, False, config))
+                seen.add(Kind(dtype, D, M, decay, erase, write, tied, False, config))
     shipped = list(self_check.shipped())
     yield from shipped
     yield from (kind for kind in sorted(seen, key=str) if kind not in shipped)
 
 
 def check_kinds(
-    kinds: Sequence[self_check.AnyKind], workers: int, heads: Sequence[int] | None = None
+    kinds: Sequence[AnyKind], workers: int, heads: Sequence[int] | None = None
 ) -> dict[str, dict[str, Any]]:
     """Each kind's errors against float64 and whether it is right, by `workers` processes that compile side by side.
 
@@ -68,7 +69,7 @@ def check_kinds(
 _crashed = False
 
 
-def _check(job: tuple[self_check.AnyKind, int]) -> dict[str, Any] | None:
+def _check(job: tuple[AnyKind, int]) -> dict[str, Any] | None:
     """In a process of the pool; None from one whose GPU context is gone."""
     global _crashed
     kind, heads = job

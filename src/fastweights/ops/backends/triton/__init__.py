@@ -14,6 +14,7 @@ from fastweights.ops import family
 from fastweights.ops.backends.base import Backend
 from fastweights.ops.backends.triton import self_check
 from fastweights.ops.backends.triton.configs import FEW, LARGEST_D, LARGEST_M, LARGEST_MAPPED, LONG, configuration
+from fastweights.ops.backends.triton.kinds import AnyKind, Kind, StepKind
 from fastweights.ops.backends.triton.ops import again, recurrence, step, takes_step
 from fastweights.ops.problem import Problem
 
@@ -100,13 +101,13 @@ def _unproven(problem: Problem) -> str | None:
     form = (problem.z is None, problem.starts is None, packed, walks, long == LONG, features, one)
     key = (problem.rule.coefficients, q.dtype, q.device, H, D, M, *form)
     if key not in _decided:
-        kinds: list[self_check.AnyKind] = []
+        kinds: list[AnyKind] = []
         if one:
-            kinds.append(self_check.StepKind.of_problem(problem))
+            kinds.append(StepKind.of_problem(problem))
         else:
             for part in family.parts(problem):
                 config = configuration(D, part[0], q.dtype, walks, long, features)
-                kinds.append(self_check.Kind(q.dtype, q.shape[3], *part, packed, config, features))
+                kinds.append(Kind(q.dtype, q.shape[3], *part, packed, config, features))
         reasons = (self_check.refusal(kind, H, q.device) for kind in kinds)
         _decided[key] = next((reason for reason in reasons if reason), None)
     return _decided[key]

@@ -1,18 +1,13 @@
-"""Grids and arguments of the kernels.
-
-Triton's own launcher binds and specialises some forty arguments at each call, which takes longer than the smaller
-kernels run. What a compiled kernel depends on is known here, so everything but the pointers is bound once, in a `Plan`.
-"""
+"""Grids and arguments of the kernels: what follows from shapes, strides and dtypes is worked out once, in a `Plan`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
 from fastweights.ops.backends.triton.backward import walk_backward
 from fastweights.ops.backends.triton.configs import (
@@ -26,10 +21,10 @@ from fastweights.ops.backends.triton.configs import (
 )
 from fastweights.ops.backends.triton.forward import invert_chunks, walk_forward
 from fastweights.ops.backends.triton.gradients import chunk_gradients
+from fastweights.ops.backends.triton.start import MOST_SHAPES, Constants, Start, kind_of, paced
 from fastweights.ops.features import Features
 
 Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
-Constants = dict[str, Any]
 
 TYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -37,80 +32,6 @@ TYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-
-# Compiled kernels, and the values of their compile-time arguments, by everything they depend on.
-_compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
-# What is kept by shape is forgotten when there have been so many shapes.
-MOST_SHAPES = 4096
-
-
-class Start:
-    """One kernel on one grid, with everything bound but its pointers and the integers that change from call to call."""
-
-    __slots__ = ("constants", "depends_on", "device", "found", "grid", "kernel", "pace", "strides")
-
-    def __init__(
-        self,
-        kernel: Any,
-        depends_on: tuple[Any, ...],
-        grid: int,
-        strides: tuple[int, ...],
-        constants: Callable[[], Constants],
-        pace: dict[str, int],
-        device: torch.device,
-    ) -> None:
-        """`constants` are made when the kernel is compiled; `pace` are the compiler's options."""
-        self.kernel, self.depends_on, self.grid, self.strides = kernel, (id(kernel), *depends_on), grid, strides
-        self.constants, self.pace, self.device = constants, pace, device.index
-        self.found: tuple[Any, ...] | None = None
-
-    def __call__(self, tensors: Sequence[Tensor | None], *integers: int) -> None:
-        pointers = [0 if x is None else x.data_ptr() for x in tensors]
-        bits = 0
-        for pointer in pointers:
-            bits |= pointer
-        if self.found is not None and not bits & 15:
-            run, function, metadata, rest = self.found
-            stream = torch._C._cuda_getCurrentRawStream(self.device)
-            # No hooks: nobody who profiles gets in here, see `_find`.
-            run(self.grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *integers, *rest)
-            return
-        known = None if bits & 15 else _compiled.get(self.depends_on)
-        if known is None:
-            named = self.constants()
-            count = len(tensors) + len(integers) + len(self.strides)
-            values = tuple(named[name] for name in self.kernel.arg_names[count:])
-            arguments = (*tensors, *integers, *self.strides, *values)
-            result = self.kernel[(self.grid,)](*arguments, **self.pace)
-            if not bits & 15 and isinstance(result, CompiledKernel):
-                _compiled[self.depends_on] = result, values
-                self._find(result, values)
-            return
-        compiled, values = known
-        compiled[(self.grid, 1, 1)](*pointers, *integers, *self.strides, *values)
-        self._find(compiled, values)
-
-    def compile(self, kinds: Sequence[torch.dtype | None], *integers: int) -> Any:
-        """The kernel for tensors of these dtypes, compiled and not run."""
-        named = self.constants()
-        values = (named[name] for name in self.kernel.arg_names[len(kinds) + len(integers) + len(self.strides) :])
-        return self.kernel.warmup(*kinds, *integers, *self.strides, *values, grid=(1,), **self.pace)
-
-    def _find(self, compiled: Any, values: tuple[Any, ...]) -> None:
-        """Remember how to run a kernel without Triton's hooks, unless somebody hooked in."""
-        from triton import knobs
-
-        if not (getattr(knobs.runtime.launch_enter_hook, "calls", None) or self.device is None):
-            self.found = (compiled.run, compiled.function, compiled.packed_metadata, (*self.strides, *values))
-
-
-def paced(warps: int, stages: int, registers: int = 0) -> dict[str, int]:
-    """The compiler's options for a launch; registers of a thread are not limited where that is 0."""
-    return {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
-
-
-def kind_of(x: Tensor | None) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    return None if x is None else (x.dtype, x.stride())
 
 
 def _type_of(x: Tensor | None) -> torch.dtype | None:

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.ops.backends.triton.features import quotient, vector_features
-from fastweights.ops.backends.triton.launch import MOST_SHAPES, TYPES, Constants, Gates, Start, even, kind_of, paced
+from fastweights.ops.backends.triton.launch import TYPES, Gates, even
+from fastweights.ops.backends.triton.start import MOST_SHAPES, Constants, Start, kind_of, paced
 from fastweights.ops.features import Features
 
 

@@ -83,7 +83,7 @@ def walk(
     Last the groups' transitions (groups, H, D, D). With `tied` the write gate is the erase gate, and w is None. The
     `Features` are those that q and k do not have yet.
     """
-    from fastweights.ops.backends.triton.self_check import Kind
+    from fastweights.ops.backends.triton.kinds import Kind
 
     row, maps = Config(*config), Features(*features)
     _prove(Kind.of(q, v, (a, e, w), tied, cu_seqlens, row, maps), q)
@@ -289,7 +289,7 @@ def step_op(
     features: Sequence[int],
 ) -> list[Tensor]:
     """y in `dtype`, W and, where it is given, z after one token (B, 1, H, ·); without gradients."""
-    from fastweights.ops.backends.triton.self_check import StepKind
+    from fastweights.ops.backends.triton.kinds import StepKind
 
     maps = Features(*features)
     _prove(StepKind.of(q, v, (a, e, w), tied, z is not None, maps), q)
