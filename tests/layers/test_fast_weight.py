@@ -77,7 +77,7 @@ def test_packed_is_separate():
 def test_is_the_paper_written_out():
     """Eqs. 4, 20-25 and 29 with plain matrices."""
     layer, x = make(feature_map="elu"), random_input(B=1, T=6)
-    q, k, v, beta = layer.project(x)[0].unflatten(-1, (2, -1)).split([6, 6, 6, 1], -1)
+    q, k, v, beta = (part.unflatten(-1, (2, -1)) for part in layer.project(x)[0].split([12, 12, 12, 2], -1))
     phi = lambda a: torch.nn.functional.elu(a) + 1  # noqa: E731
     rows = []
     W = torch.zeros(2, 6, 6, dtype=torch.float64)

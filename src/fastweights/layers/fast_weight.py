@@ -135,7 +135,11 @@ class FastWeightAttention(nn.Module):
         starts: Tensor | None = None,
         in_place: bool = False,
     ) -> tuple[Tensor, FastWeightState]:
-        q, k, v, *gates = self.project(x).unflatten(-1, (self.n_heads, -1)).split(self.sizes, -1)
+        # All heads of q, then all of k, and so on: every head starts where 16 bytes can be loaded at once.
+        parts = self.project(x).split([self.n_heads * size for size in self.sizes], -1)
+        q, k, v, *gates = (
+            part.unflatten(-1, (self.n_heads, size)) for part, size in zip(parts, self.sizes, strict=True)
+        )
         q = q if self.project_queries else x.unflatten(-1, (self.n_heads, -1))
         fused = self.features is not None and may_fuse(v.device, self.backend)
         if not fused:
