@@ -133,16 +133,16 @@ def test_a_wrong_kernel_is_found_out(monkeypatch):
     monkeypatch.setattr(feedforward_fused, "compare", lambda *_: {"y": 1e-3, "x": 0.5})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.warns(UserWarning, match="will not be used here"):
-        assert "off x by 5e-01" in feedforward_fused._verdict.__wrapped__(128, 2048, CPU)
+        assert "off x by 5e-01" in feedforward_fused._verdict.__wrapped__(128, 2048, 0.1, CPU)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run the call once before"):
-        feedforward_fused._verdict.__wrapped__(128, 2048, CPU)
+        feedforward_fused._verdict.__wrapped__(128, 2048, 0.1, CPU)
 
 
 def test_refusals(monkeypatch):
     monkeypatch.setattr(feedforward_fused, "unavailable", lambda: None)
-    assert "d_model may be up to 256, got 300" in refuses(torch.zeros(2, 300), 10)
-    assert "more than can be numbered" in refuses(torch.zeros(2**20, 1), 2048)
+    assert "d_model may be up to 256, got 300" in refuses(torch.zeros(2, 300), 10, 0.1)
+    assert "more than can be numbered" in refuses(torch.zeros(2**20, 1), 2048, 0.1)
 
 
 @pytest.mark.slow

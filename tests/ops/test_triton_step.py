@@ -16,10 +16,11 @@ from fastweights.ops import memory, reference
 from fastweights.ops.backends.triton import self_check
 from fastweights.ops.backends.triton.kinds import StepKind
 from fastweights.ops.backends.triton.ops import step_op, takes_step
+from fastweights.ops.family import takes_logits
 from fastweights.ops.features import Features
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.problem import Problem
-from fastweights.ops.rules import RULES
+from fastweights.ops.rules import RULES, Coefficients
 from fastweights.ops.state import FastWeightState
 from tests.ops.calls import FAMILY, NORMALIZATIONS, random_call
 
@@ -206,3 +207,51 @@ def test_no_second_derivative_without_a_word():
         (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.sum().backward()
+
+
+@inside
+@pytest.mark.parametrize("rule", ["sum", "gated", "decay"])
+def test_steps_go_on_from_a_segment(rule):
+    """After a segment with attention normalisation, z is a column of a larger state."""
+    call = random_call(rule, "attention", 2, 6, 2, 5, 3)
+    expected, *_ = call.run("reference")
+    with torch.no_grad():
+        y, *state = call.tokens(0, 5).run("triton")
+        last = call.tokens(5, 6)
+        last.state = tuple(state)
+        step, *_ = last.run("triton")
+    torch.testing.assert_close(torch.cat([y, step], 1), expected)
+
+
+@inside
+def test_one_token_may_have_more_features_than_a_walk():
+    layer = FastWeightAttention(64, 1, 64, "delta", "dpfp", "sum", feature_map_options={"nu": 3}).double()
+    x = torch.randn(2, 64, dtype=torch.float64)
+    with torch.no_grad():
+        y, state = layer.step(x)
+        again, _ = layer.step(x, state)
+        whole, _ = layer(torch.stack([x, x], 1))
+    torch.testing.assert_close(torch.stack([y, again], 1), whole)
+
+
+@inside
+def test_a_rule_of_ones_own_is_mapped_first():
+    """Its coefficients are no gates, so their logits cannot stand for them."""
+    double = replace(RULES["delta"], name="double", coefficients=lambda beta: Coefficients(None, beta, 2 * beta))
+    layer = FastWeightAttention(8, 2, 4, double, "elu").double()
+    x = torch.randn(2, 7, 8, dtype=torch.float64)
+    expected = FastWeightAttention(8, 2, 4, double, "elu", backend="chunked").double()
+    expected.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(x)[0], expected(x)[0])
+    assert takes_logits(RULES["gated"]) and not takes_logits(double)
+
+
+@inside
+def test_what_autocast_changes_is_not_remembered():
+    """The same call outside autocast is refused, though a call of these shapes went through before."""
+    q, v = torch.randn(1, 4, 1, 4, dtype=torch.float16), torch.randn(1, 4, 1, 4)
+    with torch.autocast("cpu", torch.float16):
+        for _ in range(2):
+            fast_weight_memory(q, q, v, rule="sum")
+    with pytest.raises(TypeError, match="share a dtype"):
+        fast_weight_memory(q, q, v, rule="sum")

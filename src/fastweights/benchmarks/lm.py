@@ -121,13 +121,14 @@ def measure(learner: Learner, steps: int, blocks: int = 5) -> dict[str, Any]:
     """Median time of an update over `blocks` blocks of `steps`, words a second, and the most memory in use."""
     cuda = learner.device.type == "cuda"
     start = time.perf_counter()
+    if cuda:
+        # Before the recording: a graph holds its memory, and its replays allocate none.
+        torch.cuda.reset_peak_memory_stats()
     # The first of an epoch, the first of full length, the rehearsals, the recording.
     for _ in range(REHEARSALS + 4):
         learner.advance()
     words = learner.read()["tokens"] / (REHEARSALS + 4)
     first = time.perf_counter() - start
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(blocks):
         begin = time.perf_counter()

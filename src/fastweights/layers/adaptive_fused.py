@@ -145,7 +145,8 @@ def fused_nll(
     (N, d), V = hidden.shape, len(weight)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     ends, rows = _bounds(tuple(cutoffs), V, str(hidden.device))
-    words, order = targets.to(torch.int32).sort(stable=True)
+    # No number of 64 bits may come back as a word.
+    words, order = targets.clamp(-1, V).to(torch.int32).sort(stable=True)
     starts = torch.searchsorted(words, ends, out_int32=True)
     packed = _packed(weight, cluster_weight, cutoffs, hidden.dtype)
     packed_bias = _packed(bias, cluster_bias, cutoffs, wide)

@@ -87,7 +87,6 @@ class FastWeightAttention(nn.Module):
         self.feature_map = _feature_map(feature_map, d_head, feature_map_options)
         self.normalization = "none" if normalization is None else normalization
         self.normalize, self.memory_normalization = look_up(NORMALIZATIONS, self.normalization, "normalization")
-        self.features = _features(self.feature_map, self.normalize)
         self.project_queries, self.output_scale, self.backend = project_queries, output_scale, backend
         self.sizes = [d_head if project_queries else 0, d_head, self.d_value, *[1] * len(self.rule.gates)]
         self.project = nn.Linear(d_model, n_heads * sum(self.sizes), bias=bias)
@@ -141,7 +140,8 @@ class FastWeightAttention(nn.Module):
             part.unflatten(-1, (self.n_heads, size)) for part, size in zip(parts, self.sizes, strict=True)
         )
         q = q if self.project_queries else x.unflatten(-1, (self.n_heads, -1))
-        fused = self.features is not None and may_fuse(v.device, self.backend)
+        features = _features(self.feature_map, self.normalize) if may_fuse(v.device, self.backend) else None
+        fused = features is not None
         if not fused:
             q, k = phi(q, k)
             if self.normalize is not None:
@@ -158,7 +158,7 @@ class FastWeightAttention(nn.Module):
             backend=self.backend,
             mask=mask,
             starts=starts,
-            features=self.features if fused and self.features is not None else PLAIN,
+            features=PLAIN if features is None else features,
             in_place=in_place,
         )
         y = self.out(y.flatten(-2) * self.output_scale)

@@ -59,7 +59,7 @@ class FeedForward(nn.Sequential):
     def _can_fuse(self, x: Tensor) -> bool:
         if self.backend == "dense" or (self.backend == "auto" and not x.is_cuda):
             return False
-        reason = feedforward_fused.refuses(x, self.d_ff)
+        reason = feedforward_fused.refuses(x, self.d_ff, self.inner_dropout if self.training else 0.0)
         if reason is not None and self.backend == "fused":
             raise ValueError(f"FeedForward.backend is 'fused', but {reason}")
         return reason is None

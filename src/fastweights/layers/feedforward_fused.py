@@ -6,6 +6,7 @@ What dropout drew need not be kept: an entry that is 0 afterwards has no gradien
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -16,12 +17,14 @@ from fastweights.ops.backends.triton import interpreted, unavailable
 
 LARGEST_D = 256
 LIMIT = 2e-2
+# Six standard deviations of the share that is dropped.
+DROPPED_LIMIT = 6e-3
 # Tokens in a tile, wide entries in a step, steps in a program, warps and stages, by the largest d_model.
 TILES = {128: (128, 64, 4, 4, 2), 256: (64, 64, 4, 4, 2)}
 
 
-def refuses(x: Tensor, d_ff: int) -> str | None:
-    """Why the kernels are not for this input."""
+def refuses(x: Tensor, d_ff: int, p: float) -> str | None:
+    """Why the kernels are not for this input with that share dropped."""
     if reason := unavailable():
         return reason
     if x.shape[-1] > LARGEST_D:
@@ -36,23 +39,24 @@ def refuses(x: Tensor, d_ff: int) -> str | None:
     if x.dtype != torch.bfloat16:
         return f"the kernels compute in bfloat16, not in {x.dtype}"
     # Tracing has no numbers to check with; the custom op checks when it first runs.
-    return None if torch.compiler.is_compiling() else distrust(x, d_ff)
+    return None if torch.compiler.is_compiling() else distrust(x, d_ff, p)
 
 
-def distrust(x: Tensor, d_ff: int) -> str | None:
+def distrust(x: Tensor, d_ff: int, p: float) -> str | None:
     """What the self-check found wrong with the kernels for this input."""
-    return _verdict(x.shape[-1], d_ff, x.device) if x.is_cuda else None
+    return _verdict(x.shape[-1], d_ff, p, x.device) if x.is_cuda else None
 
 
 @cache
-def _verdict(d_model: int, d_ff: int, device: torch.device) -> str | None:
+def _verdict(d_model: int, d_ff: int, p: float, device: torch.device) -> str | None:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "the feed-forward kernels have not been checked on this GPU, and a CUDA graph is being captured: "
             "run the call once before"
         )
-    errors = compare(torch.bfloat16, d_model, d_ff, device, 300)
-    if wrong := {name: error for name, error in errors.items() if not error <= LIMIT}:
+    errors = compare(torch.bfloat16, d_model, d_ff, device, 300, p)
+    limits = dict.fromkeys(errors, LIMIT) | {"dropped": DROPPED_LIMIT}
+    if wrong := {name: error for name, error in errors.items() if not error <= limits[name]}:
         off = ", ".join(f"{name} by {error:.0e}" for name, error in wrong.items())
         reason = f"the feed-forward kernels for d_model = {d_model} are wrong on this machine: off {off}"
         warnings.warn(f"{reason}. They will not be used here, plain PyTorch is; please report this.", stacklevel=2)
@@ -99,6 +103,10 @@ def new_seed(device: torch.device) -> Tensor:
     return torch.randint(2**31 - 1, (2,), device=device)
 
 
+def _device(x: Tensor) -> AbstractContextManager[Any]:
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
 def _constants(x: Tensor, p: float) -> dict[str, Any]:
     d = x.shape[1]
     tile, step, span, warps, stages = next(sizes for largest, sizes in TILES.items() if largest >= d)
@@ -114,7 +122,7 @@ def fused_feedforward(
 
     Without `trusted` the kernels must have passed their self-check.
     """
-    if not trusted and (reason := distrust(x, len(w1))):
+    if not trusted and (reason := distrust(x, len(w1), p)):
         raise RuntimeError(f"{reason}; compile again with FeedForward.backend = 'dense'")
     import triton.language as tl
 
@@ -129,7 +137,8 @@ def fused_feedforward(
         "THRESHOLD": min(round(p * 2**32), 2**32 - 1),
         "ACC": tl.float64 if x.dtype == torch.float64 else tl.float32,
     }
-    widen[(grid,)](x, w1, b1, seed, wide, n, K, F, **constants, **more)
+    with _device(x):
+        widen[(grid,)](x, w1, b1, seed, wide, n, K, F, **constants, **more)
     return wide @ w2.mT, wide
 
 
@@ -147,7 +156,8 @@ def fused_feedforward_backward(
     d_wide = torch.empty_like(wide)
     d_bias = x.new_empty(tiles, F, dtype=torch.promote_types(x.dtype, torch.float32))
     grid = tiles * -(-F // (constants["STEP"] * constants["SPAN"]))
-    widen_gradient[(grid,)](dy, w2, wide, d_wide, d_bias, n, K, F, **constants)
+    with _device(x):
+        widen_gradient[(grid,)](dy, w2, wide, d_wide, d_bias, n, K, F, **constants)
     return d_wide @ w1, d_wide.mT @ x, d_bias.sum(0), dy.mT @ wide
 
 

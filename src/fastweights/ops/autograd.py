@@ -39,6 +39,11 @@ def wants_gradients(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def watched() -> bool:
+    """Whether something that traces or counts stands between a call and its kernels, and should see custom ops."""
+    return bool(torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
+
+
 def like_inputs(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, e: Tensor | None, w: Tensor | None) -> list[Tensor]:
     """What the gradients of those that are there look like, for fake tensors."""
     return [x.new_empty(x.shape) for x in (q, k, v, a, e, w) if x is not None]

@@ -96,6 +96,17 @@ def coefficients_of(rule: Rule, gates: dict[str, Tensor], logits: bool, wide: to
     return rule.coefficients(**{name: gate.to(wide) for name, gate in gates.items()})
 
 
+def takes_logits(rule: Rule) -> bool:
+    """Whether the coefficients are gates, or 1 minus gates, so that their logits can stand for them."""
+    assert rule.coefficients is not None
+    zero = torch.zeros(())
+    try:
+        found = rule.coefficients(**{name: _Logit(zero) for name in rule.gates})
+    except (TypeError, AttributeError, AssertionError):
+        return False
+    return all(c is None or isinstance(c, _Logit) for c in found)
+
+
 def parts(problem: Problem) -> list[tuple[int, bool, bool, bool, bool]]:
     """Of each recurrence that `run` makes: how many values, whether a, e and w are there, and whether w is e."""
     M, rule = problem.v.shape[-1], problem.rule

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops import backends
-from fastweights.ops.autograd import wants_gradients
+from fastweights.ops.autograd import wants_gradients, watched
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import Rule, update_rule
@@ -109,11 +109,14 @@ def _signature(
     if torch.compiler.is_compiling() or type(q) is not Tensor or not backends.worth_it(q):
         return None
     kind = q.device.type
-    if torch._C._are_functorch_transforms_active():
+    if watched():
         return None
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype:
         return None
     try:
+        # What autocast makes of other dtypes is not to be remembered under these.
+        if not q.dtype == k.dtype == v.dtype:
+            return None
         return (
             *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype),
             *(k.device, v.device, None if beta is None else (beta.shape, beta.stride(), beta.dtype, beta.device)),

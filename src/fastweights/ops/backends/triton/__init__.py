@@ -61,6 +61,8 @@ def why_unfused(problem: Problem) -> str | None:
     rule, D = problem.rule, problem.W.shape[2]
     if problem.features.map and D > LARGEST_MAPPED and not takes_step(problem):
         return f"phi has D = {D} features, and up to {LARGEST_MAPPED} are computed inside the kernels"
+    if problem.features.logits and rule.coefficients is not None and not family.takes_logits(rule):
+        return f"rule {rule.name!r} computes its coefficients from gates, not from their logits"
     if takes_step(problem):
         return None
     if problem.z is not None and any(erase for _, _, erase, _, _ in family.parts(problem)):

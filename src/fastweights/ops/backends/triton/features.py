@@ -18,6 +18,18 @@ DPFP = tl.constexpr(3)
 
 
 @triton.jit
+def rectified(x):
+    """max(0, x). Not `tl.maximum`, which makes 0 of what is not a number."""
+    return tl.where(x < 0, 0.0, x)
+
+
+@triton.jit
+def below(x):
+    """min(0, x), likewise."""
+    return tl.where(x > 0, 0.0, x)
+
+
+@triton.jit
 def places(j, SECOND: tl.constexpr, R: tl.constexpr):
     """Where in r = [x, -x] a factor of feature j stands: at p = j mod 2R, or i = j // 2R + 1 before that."""
     p = j % (2 * R)
@@ -75,14 +87,14 @@ def factor(
         token = tl.expand_dims(rows, AXIS)
         p = places(j, SECOND, R)
         entry = tl.load(x + token * stride + p % R, (token < left) & (j < D), 0.0).to(ACC)
-        result = tl.maximum(tl.where(p < R, entry, -entry), 0.0)
+        result = rectified(tl.where(p < R, entry, -entry))
     else:
         raw = load_raw(x, rows, left, stride, AXIS, R, BLOCK_R)
         selection = picks(SECOND, AXIS, R, D, BLOCK_R, BLOCK_D, OPERAND)
         if AXIS == 1:
-            result = tl.maximum(dot(raw, selection, OPERAND, PRECISION), 0.0)
+            result = rectified(dot(raw, selection, OPERAND, PRECISION))
         else:
-            result = tl.maximum(dot(selection, raw, OPERAND, PRECISION), 0.0)
+            result = rectified(dot(selection, raw, OPERAND, PRECISION))
     return result
 
 
@@ -109,10 +121,10 @@ def mapped(
         phi = one * factor(x, rows, left, stride, True, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION)
     else:
         raw = load_raw(x, rows, left, stride, AXIS, R, BLOCK_R).to(ACC)
-        phi = tl.maximum(raw, 0.0)
+        phi = rectified(raw)
         if MAP == ELU:
             inside = tl.expand_dims(rows < left, AXIS) & tl.expand_dims(tl.arange(0, BLOCK_R) < R, 1 - AXIS)
-            phi = tl.where(inside, tl.exp(tl.minimum(raw, 0.0)) + phi, 0.0)
+            phi = tl.where(inside, tl.exp(below(raw)) + phi, 0.0)
     return phi
 
 
@@ -204,7 +216,7 @@ def raw_gradient(
         else:
             raw = load_raw(x, rows, left, stride, AXIS, R, BLOCK_R).to(ACC)
             if MAP == ELU:
-                dx *= tl.exp(tl.minimum(raw, 0.0))
+                dx *= tl.exp(below(raw))
             else:
                 dx = tl.where(raw > 0, dx, 0.0)
     return dx
@@ -234,16 +246,16 @@ def vector_features(
     if MAP == DPFP:
         p = places(j, False, R)
         one = tl.load(x + p % R, j < D, 0.0).to(ACC)
-        one = tl.maximum(tl.where(p < R, one, -one), 0.0)
+        one = rectified(tl.where(p < R, one, -one))
         p = places(j, True, R)
         other = tl.load(x + p % R, j < D, 0.0).to(ACC)
-        phi = one * tl.maximum(tl.where(p < R, other, -other), 0.0)
+        phi = one * rectified(tl.where(p < R, other, -other))
     else:
         phi = tl.load(x + j, j < D, 0.0).to(ACC)
         if MAP == ELU:
-            phi = tl.where(j < D, tl.exp(tl.minimum(phi, 0.0)) + tl.maximum(phi, 0.0), 0.0)
+            phi = tl.where(j < D, tl.exp(below(phi)) + rectified(phi), 0.0)
         elif MAP == RELU:
-            phi = tl.maximum(phi, 0.0)
+            phi = rectified(phi)
     if SUM:
         phi = quotient(phi, tl.sum(phi, 0), ACC)
     return phi

@@ -24,6 +24,9 @@ from fastweights.ops.backends.triton.gradients import chunk_gradients
 from fastweights.ops.backends.triton.start import MOST_SHAPES, Constants, Start, kind_of, paced
 from fastweights.ops.features import Features
 
+# Kinds of dy that a plan is ready for at a time.
+MOST_GRADIENTS = 64
+
 Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 TYPES = {
@@ -281,6 +284,8 @@ class Plan:
         if key not in self.backs:
             if (aligned := _addressable(dy)) is not dy:
                 return self.backward(inputs, aligned, dW_end, states, inverses, cu_seqlens, wants_state, only_state)
+            if len(self.backs) >= MOST_GRADIENTS:
+                self.backs.clear()
             self.backs[key] = self._backward_starts(dy, only_state)
         walk, chunks = self.backs[key]
         if not self.untouched:

@@ -146,6 +146,8 @@ def step(
     y = torch.empty(v.shape, dtype=dtype, device=device)
     given = W is not None
     W = None if W is None else W.contiguous()
+    # After a segment with attention normalisation it is a column of a larger state.
+    z = None if z is None else z.contiguous()
     W_end = W if in_place and W is not None else torch.empty((B, H, D, M), dtype=wide, device=device)
     # Every program reads z, and only one writes it: the new one needs a place of its own.
     z_end = torch.empty((B, H, D), dtype=wide, device=device) if normalized else None

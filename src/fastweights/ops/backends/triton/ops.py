@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastweights.ops.autograd import differentiable, like_inputs, wants_gradients
+from fastweights.ops.autograd import differentiable, like_inputs, wants_gradients, watched
 from fastweights.ops.backends.base import Again
 from fastweights.ops.backends.triton.configs import (
+    LARGEST_MAPPED,
     Config,
     configuration,
     group_length,
@@ -184,7 +185,7 @@ _apply = super(torch.autograd.Function, _Walk).apply
 
 def _plain(q: Tensor) -> bool:
     """Whether nothing but autograd looks on."""
-    return type(q) is Tensor and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    return type(q) is Tensor and not torch.compiler.is_compiling() and not watched()
 
 
 def recurrence(
@@ -235,6 +236,9 @@ def again(problem: Problem) -> Again | None:
         return None
     (N, H, D, M), (_, T, _, _), wide = problem.W.shape, problem.q.shape, problem.W.dtype
     features, dtype, one = problem.features, problem.q.dtype, T == 1
+    if features.map and D > LARGEST_MAPPED:
+        # One token is taken with any D; there is no walk to be ready with.
+        return None
     config = configuration(D, M, dtype, N * H, T, features)
     if group_length(T, None, config):
         return None

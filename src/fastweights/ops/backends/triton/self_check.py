@@ -139,7 +139,8 @@ def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
     C, H, D, M = kind.config.chunk, heads, kind.D, kind.M
     B, T = (1 if kind.packed else 2), 3 * C + 5
     if kind.config.groups and not kind.packed:
-        T = LEAST_GROUPS * LEAST_CHUNKS * C + 5
+        # As few chunks as make groups of any configuration.
+        T = (LEAST_GROUPS * LEAST_CHUNKS - 1) * C + 5
     wide = torch.promote_types(kind.dtype, torch.float32)
 
     def normal(*shape: int, dtype: torch.dtype = kind.dtype) -> Tensor:
