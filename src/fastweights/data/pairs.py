@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastweights.data.aligned import FileSet, Pair, Progress, find_sets, named_set, read_pairs, sort_sets
+from fastweights.data.aligned import FileSet, Pair, Progress, find_sets, lonely, named_set, read_pairs, sort_sets
 from fastweights.data.bpe import Tokenizer, train_tokenizer
 from fastweights.data.build import dtype_for
 from fastweights.data.manifest import SPLITS, TYPE_CODES, DataError, checksum
@@ -98,8 +98,9 @@ def find_pairs(request: Request, obtain: str) -> Found:
     for split in SPLITS[:2]:
         if not uses[split]:
             holds = ", ".join(sorted(sets)) or f"no two files that end in .{languages[0]} and .{languages[1]}"
+            halves = "".join(f"; {reason}" for reason in lonely(folder, languages).values())
             hint = "" if split == "train" else " (or name it with --valid)"
-            raise DataError(f"{folder} has nothing for {split}{hint}, it holds {holds}; {obtain}")
+            raise DataError(f"{folder} has nothing for {split}{hint}, it holds {holds}{halves}; {obtain}")
     return {
         f"{split}.{language}": [Source(files[side]) for files in uses[split]]
         for split in SPLITS
