@@ -60,7 +60,7 @@ def language_of(path: Path) -> tuple[str, str]:
 
 
 def find_sets(folder: Path, languages: tuple[str, str]) -> dict[str, FileSet]:
-    """The sets of files in a folder by name. Those of one language alone are left out: WMT's folders hold other pairs."""
+    """The sets of files in a folder by name; those of one language alone, as of WMT's other pairs, are left out."""
     return {
         name: FileSet(_one(sides[languages[0]], "src"), _one(sides[languages[1]], "ref"))
         for name, sides in _sides(folder, languages).items()
@@ -113,15 +113,16 @@ def sort_sets(sets: dict[str, FileSet]) -> dict[str, list[str]]:
 
 def named_set(given: Path, folder: Path, languages: tuple[str, str]) -> FileSet:
     """The set that an option names: by a path without the language, by one of its files, or by its name in `folder`."""
+    reasons: list[str] = []
     for place in dict.fromkeys((given.parent, folder / given.parent)):
         if place.is_dir():
             sets = find_sets(place, languages)
             for name in (given.name, language_of(given)[0]):
                 if name in sets:
                     return sets[name]
-                if reason := lonely(place, languages).get(name):
-                    raise DataError(reason)
-    raise DataError(f"there are no files {given}.{languages[0]} and {given}.{languages[1]}")
+            halves = lonely(place, languages)
+            reasons += [halves[name] for name in (given.name, language_of(given)[0]) if name in halves]
+    raise DataError((reasons or [f"there are no files {given}.{languages[0]} and {given}.{languages[1]}"])[0])
 
 
 def read_pairs(files: FileSet, progress: Progress) -> Iterator[Pair]:

@@ -268,13 +268,6 @@ def settings() -> Fields:
 def experiment(*, scales: Mapping[str, Scale], text: Text = WIKITEXT103, **rest: Any) -> Experiment:
     """A table of language models: an `Experiment` with what all of them have in common."""
     plot = Plot(kind="perplexity", x_label="training steps", y_label="validation perplexity", log_y=True)
-    shared: dict[str, Any] = {
-        "text": text.name,
-        "run": run,
-        "plot": plot,
-        "take": take(text),
-        "given": GIVEN,
-        "size_name": "D",
-    }
-    shared |= {"fields": settings, "needs": ("lightning",)}
+    shared: dict[str, Any] = {"text": text.name, "run": run, "plot": plot, "take": take(text), "given": GIVEN}
+    shared |= {"fields": settings, "needs": ("lightning",), "size_name": "D"}
     return Experiment(scales=scales, configure=configure(scales), fixed_sizes=True, **{**shared, **rest})
