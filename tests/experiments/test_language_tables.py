@@ -9,6 +9,7 @@ from fastweights.experiments.base import Results
 from fastweights.experiments.perplexity import best_of
 from fastweights.experiments.store import Store
 from fastweights.report.figures import STYLES, draw
+from fastweights.training.language import plan
 from tests.experiments.language_fakes import cells, given, metrics, record, results, verdicts
 
 TABLES = ("table2", "table3", "table4", "table5", "wikitext2", "speed")
@@ -84,6 +85,21 @@ def test_documents_are_part_of_a_cell():
     context = given("table4", "smoke", documents="paragraphs")
     cell = EXPERIMENTS["table4"].cell("smoke", "delta-carried", 16, 1111, context)
     assert cell.config["documents"] == "paragraphs"
+    with pytest.raises(ValueError, match="does not forget where a document begins"):
+        EXPERIMENTS["table4"].cell("smoke", "xl", 16, 1111, context)
+
+
+def test_the_presets_own_steps_change_nothing():
+    for name, steps in (("table2", 500_000), ("wikitext2", 3600)):
+        usual, named = (cells(name, **settings)[0].config for settings in ({}, {"steps": steps}))
+        assert usual["training"] == named["training"]
+    for model, steps, warmup in (("delta", 400_000, 2000), ("delta", 8000, 800), ("xl", 200_000, 1000)):
+        assert plan(30, preset="medium", mixer=model, steps=steps).training.warmup == warmup
+
+
+def test_speed_is_judged_at_full_size_only():
+    decides = {name: scale.decides for name, scale in EXPERIMENTS["speed"].scales.items()}
+    assert decides == {"smoke": False, "small": False, "code": True, "paper": True}
 
 
 def test_a_record_of_another_kind_is_not_owned():

@@ -85,7 +85,9 @@ def find_pairs(request: Request, obtain: str) -> Found:
         raise DataError(f"source and target language are both {languages[0]!r}")
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; {obtain}")
-    sets = find_sets(folder, languages)
+    sets, halves = find_sets(folder, languages), lonely(folder, languages)
+    if halves:
+        request.report(f"left out, being in one language only: {', '.join(sorted(halves))}", 0.0)
     uses = {split: [sets[name] for name in names] for split, names in sort_sets(sets).items()}
     for split, given in (("valid", request.valid), ("test", request.test)):
         if given is not None:
@@ -98,9 +100,9 @@ def find_pairs(request: Request, obtain: str) -> Found:
     for split in SPLITS[:2]:
         if not uses[split]:
             holds = ", ".join(sorted(sets)) or f"no two files that end in .{languages[0]} and .{languages[1]}"
-            halves = "".join(f"; {reason}" for reason in lonely(folder, languages).values())
             hint = "" if split == "train" else " (or name it with --valid)"
-            raise DataError(f"{folder} has nothing for {split}{hint}, it holds {holds}{halves}; {obtain}")
+            known = "; ".join([holds, *halves.values()])
+            raise DataError(f"{folder} has nothing for {split}{hint}, it holds {known}; {obtain}")
     return {
         f"{split}.{language}": [Source(files[side]) for files in uses[split]]
         for split in SPLITS

@@ -82,7 +82,9 @@ SCALES = {
         options={"translation": FULL},
         cost="weeks on one GPU; --sizes 512 is the smaller `base`",
         note="Only cells trained on WMT14 with D = 1024 can be compared with the paper's BLEU; what the models learned "
-        "from is said in the table. φ is in all three attentions, with the sum rule and attention normalisation. Ours, where the paper says nothing: a rate of 5e-4, bfloat16 products, the checkpoint with the best BLEU by greedy search, and beam 4 with a length penalty of 0.6 after Wu et al.",
+        "from is said in the table. φ is in all three attentions, with the sum rule and attention normalisation. "
+        "Ours, where the paper says nothing: a rate of 5e-4, bfloat16 products, the checkpoint with the best BLEU by "
+        "greedy search, and beam 4 with a length penalty of 0.6 after Wu et al.",
     ),
 }
 STATEMENT = (
