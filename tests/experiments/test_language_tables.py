@@ -6,7 +6,7 @@ import pytest
 
 from fastweights.experiments import EXPERIMENTS, speed, table2, table3, table4, table5
 from fastweights.experiments.base import Results
-from fastweights.experiments.perplexity import best_of
+from fastweights.experiments.perplexity import best_of, is_lower
 from fastweights.experiments.store import Store
 from fastweights.report.figures import STYLES, draw
 from fastweights.training.language import plan
@@ -262,3 +262,15 @@ def test_plots_and_tables(name):
     styles = [STYLES[model] for model in experiment.models]
     assert len({(style.colour, style.marker) for style in styles}) == len(styles)
     assert draw(experiment, results(name, dict.fromkeys(experiment.models, (None, None))))["png"]
+
+
+def test_a_small_part_of_the_training_decides_only_what_is_clear():
+    """21,000 steps of 500,000: a lead counts from 1 % on, and so does a lag."""
+    by = 0.005
+    for lead, expected in ((0.02, True), (by, None), (0.0, None), (-by, None), (-0.02, False)):
+        ours = (100 * (1 - lead), 100 * (1 - lead))
+        assert verdicts("wikipedia", results("wikipedia", {"delta": ours, "linear": (100, 100)}))[0] is expected
+    assert is_lower((98.0, 98.0), (100.0, 100.0), 0.01) is True
+    assert is_lower((100.0, 100.0), (98.0, 98.0), 0.01) is False, "what one wins by the other loses by"
+    full = {"delta": (99.9, 99.9), "linear": (100, 100)}
+    assert verdicts("table2", results("table2", full))[1] is not None, "full trainings are compared number by number"

@@ -314,7 +314,7 @@ def test_a_name_that_is_not_deserved():
         (["table2", "--scale", "smoke", "--set", "seed=3"], "--seeds"),
         (["speed", "--scale", "smoke", "--set", "devices=2"], "devices is not for --set: it follows from --device"),
         (["table2", "--scale", "smoke", "--set", "precision=bf17"], "precision"),
-        (["table2", "--scale", "smoke", "--set", "steps=abc"], "table2: steps takes int, got 'abc'; write it as in JSON"),
+        (["table2", "--scale", "smoke", "--set", "steps=abc"], "table2: steps takes int, got 'abc'; write it as"),
         (["speed", "--scale", "smoke", "--set", "dropout=[1]"], "speed: dropout takes float, got '[1]'"),
         (["table4", "--scale", "smoke", "--set", "documents=paragraphs"], "does not forget where a document begins"),
         (["table2", "--scale", "smoke", "--sizes", "20"], "leaves nothing to run at scale smoke"),
