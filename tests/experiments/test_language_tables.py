@@ -273,4 +273,4 @@ def test_a_small_part_of_the_training_decides_only_what_is_clear():
     assert is_lower((98.0, 98.0), (100.0, 100.0), 0.01) is True
     assert is_lower((100.0, 100.0), (98.0, 98.0), 0.01) is False, "what one wins by the other loses by"
     full = {"delta": (99.9, 99.9), "linear": (100, 100)}
-    assert verdicts("table2", results("table2", full))[1] is not None, "full trainings are compared number by number"
+    assert True in verdicts("table2", results("table2", full)), "full trainings are compared number by number"
