@@ -26,7 +26,6 @@ from fastweights.training.task import Outcome, Task
 _DECIDED = {"vocab_size": "follows from the corpus", "mixer": "has its own option", "rule": "has its own option"}
 _READING = {"segment": int, "batch_size": int, "eval_batch": int, "documents": str}
 FIELDS = Fields(LanguageModelConfig, _READING, _DECIDED)
-check_field = FIELDS.check
 
 
 class LanguageTask(Task):
