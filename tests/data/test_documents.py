@@ -110,3 +110,10 @@ def test_models_that_cannot_forget_say_so(options):
     model, tokens = random_model(**options), torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="documents 'none'"):
         model(tokens, starts=torch.zeros(1, 4, dtype=torch.bool))
+
+
+def test_a_text_without_a_line_end():
+    words = WordVocabulary(["<eos>", "=", "a"])
+    for kind in ("articles", "paragraphs"):
+        marked = mark_documents(TokenStream(torch.tensor([1, 2, 1, 2])), words, kind)
+        assert not marked.starts.any()

@@ -97,6 +97,8 @@ def test_wmt_names(tmp_path):
     write_set(folder, "commoncrawl.de-en", train[0])
     write_set(folder, "europarl-v7.de-en", train[1])
     write_set(folder, "newstest2012", sentences(5, 4))
+    write_set(folder, "europarl-v7.cs-en", sentences(6, 4), languages=("en", "cs"))
+    sgm(folder, "newstest2014-fren-ref.en.sgm", ["of another pair"])
     valid, test = sentences(2, 7), sentences(3, 8)
     sgm(folder, "newstest2013-src.en.sgm", [f"{source} &amp; more" for source, _ in valid])
     sgm(folder, "newstest2013-ref.de.sgm", [target for _, target in valid])

@@ -1,5 +1,10 @@
 """What cannot be paired is refused with the file and the line, and leaves nothing that looks finished."""
 
+import bz2
+import gzip
+import lzma
+from pathlib import Path
+
 import pytest
 
 from fastweights.data.manifest import DataError
@@ -61,3 +66,29 @@ def test_what_is_missing(files, tmp_path):
     write_set(files, "valid", sentences(0, 3))
     (files / "train.en.gz").write_bytes(b"")
     refused(tmp_path, r"more than one file .*train\.en, .*train\.en\.gz; keep one", files)
+
+
+def test_sets_of_one_language(files, tmp_path):
+    """Left out with a word, unless one of them is asked for."""
+    write_set(files, "news", sentences(3, 4), languages=("en", "cs"))
+    told = []
+    prepare("parallel", files, tmp_path / "good", vocab=300, report=lambda stage, fraction: told.append(stage))
+    assert "left out, being in one language only: news" in told
+    assert ParallelCorpus.load(tmp_path / "good").manifest["splits"]["train"]["pairs"] == 60
+    refused(tmp_path, r"news\.en has no counterpart news\.de in", files, valid=Path("news"))
+    for path in files.glob("*.de"):
+        path.unlink()
+    refused(tmp_path, r"nothing for train, it holds no two files .*train\.en has no counterpart train\.de", files)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2"])
+@pytest.mark.parametrize("kind", ["", ".sgm"])
+def test_damaged_archives(files, tmp_path, suffix, kind):
+    pack = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}[suffix]
+    path = files / "valid.de"
+    text = path.read_bytes()
+    path.unlink()
+    packed = files / f"valid.de{kind}{suffix}"
+    for content in (pack(text)[:-9], b"something else" * 9):
+        packed.write_bytes(content)
+        refused(tmp_path, rf"{packed.name} is damaged or cut short", files)

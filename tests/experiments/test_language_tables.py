@@ -6,9 +6,10 @@ import pytest
 
 from fastweights.experiments import EXPERIMENTS, speed, table2, table3, table4, table5
 from fastweights.experiments.base import Results
-from fastweights.experiments.perplexity import best_of
+from fastweights.experiments.perplexity import best_of, is_lower
 from fastweights.experiments.store import Store
 from fastweights.report.figures import STYLES, draw
+from fastweights.training.language import plan
 from tests.experiments.language_fakes import cells, given, metrics, record, results, verdicts
 
 TABLES = ("table2", "table3", "table4", "table5", "wikitext2", "speed")
@@ -84,6 +85,21 @@ def test_documents_are_part_of_a_cell():
     context = given("table4", "smoke", documents="paragraphs")
     cell = EXPERIMENTS["table4"].cell("smoke", "delta-carried", 16, 1111, context)
     assert cell.config["documents"] == "paragraphs"
+    with pytest.raises(ValueError, match="does not forget where a document begins"):
+        EXPERIMENTS["table4"].cell("smoke", "xl", 16, 1111, context)
+
+
+def test_the_presets_own_steps_change_nothing():
+    for name, steps in (("table2", 500_000), ("wikitext2", 3600)):
+        usual, named = (cells(name, **settings)[0].config for settings in ({}, {"steps": steps}))
+        assert usual["training"] == named["training"]
+    for model, steps, warmup in (("delta", 400_000, 2000), ("delta", 8000, 800), ("xl", 200_000, 1000)):
+        assert plan(30, preset="medium", mixer=model, steps=steps).training.warmup == warmup
+
+
+def test_speed_is_judged_at_full_size_only():
+    decides = {name: scale.decides for name, scale in EXPERIMENTS["speed"].scales.items()}
+    assert decides == {"smoke": False, "small": False, "code": True, "paper": True}
 
 
 def test_a_record_of_another_kind_is_not_owned():
@@ -246,3 +262,15 @@ def test_plots_and_tables(name):
     styles = [STYLES[model] for model in experiment.models]
     assert len({(style.colour, style.marker) for style in styles}) == len(styles)
     assert draw(experiment, results(name, dict.fromkeys(experiment.models, (None, None))))["png"]
+
+
+def test_a_small_part_of_the_training_decides_only_what_is_clear():
+    """21,000 steps of 500,000: a lead counts from 1 % on, and so does a lag."""
+    by = 0.005
+    for lead, expected in ((0.02, True), (by, None), (0.0, None), (-by, None), (-0.02, False)):
+        ours = (100 * (1 - lead), 100 * (1 - lead))
+        assert verdicts("wikipedia", results("wikipedia", {"delta": ours, "linear": (100, 100)}))[0] is expected
+    assert is_lower((98.0, 98.0), (100.0, 100.0), 0.01) is True
+    assert is_lower((100.0, 100.0), (98.0, 98.0), 0.01) is False, "what one wins by the other loses by"
+    full = {"delta": (99.9, 99.9), "linear": (100, 100)}
+    assert True in verdicts("table2", results("table2", full)), "full trainings are compared number by number"

@@ -103,12 +103,20 @@ def test_the_page_says_how_and_what(built):
     for chapter in chapters.values():
         assert f'id="{chapter.experiment.name}"' in text
     assert "Not run yet: <code>fastweights reproduce fig4</code>" in text
-    assert "fastweights reproduce fig2 --scale small --seeds 1,2" in text
+    assert "<code>fastweights reproduce fig2 --scale small --seeds 1,2</code>" in text
     assert text.count("holds</span>") == sum(c.holds is True for chapter in chapters.values() for c in chapter.claims)
     record = chapters["fig2"].results.records[0]
     assert record.hardware in text and record.commit in text and f"torch {record.versions['torch']}" in text
     assert "d<sub>key</sub> 16 in place of 64" in text
     assert "mean and range over 2 seeds" in text
+
+
+def test_the_command_names_what_was_chosen(tmp_path, monkeypatch):
+    Training(monkeypatch)
+    store, fig2 = Store(tmp_path), EXPERIMENTS["fig2"]
+    sweep(fig2, fig2.cells("smoke", Selection(models=("linear", "dpfp-1"), sizes=(4,))), store, Silent())
+    page, _ = build(store)
+    assert "<code>fastweights reproduce fig2 --scale smoke --models linear,dpfp-1 --sizes 4</code>" in page.read_text()
 
 
 def test_tables(built):

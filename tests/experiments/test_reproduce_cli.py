@@ -82,8 +82,8 @@ def test_a_selection_may_leave_a_figure_out(run, training):
         (["reproduce", "fig2", "--device", "cuda:99"], "is not there"),
         (["reproduce", "fig2", "--device", "meta"], "not supported"),
         (["reproduce", "fig2", "--jobs", "0"], "--jobs must be at least 1"),
-        (["reproduce", "fig2", "--data", "x"], "--data is for language models, not for fig2"),
-        (["reproduce", "fig2", "--set", "lr=1"], "--set is for language models, not for fig2"),
+        (["reproduce", "fig2", "--data", "x"], "--data is for language and translation models, not for fig2"),
+        (["reproduce", "fig2", "--set", "lr=1"], "--set is for language and translation models, not for fig2"),
         (["report"], "there are no results in"),
         (["report", "--loss", "worst"], "unknown loss 'worst'"),
     ],
@@ -125,6 +125,10 @@ def test_interrupted(run, training, tmp_path):
     assert run("report").exit_code == 0
     assert run("reproduce", "fig2", "fig5", "--scale", "smoke").exit_code == 0
     assert len(training.trained) == 32
+    training.stop_after = 35
+    result = run("reproduce", "fig2", "fig5", "--scale", "smoke", "--force")
+    assert result.exit_code == 130 and "3 of 32 cells are done" in result.stderr
+    assert "not reached keep the results they had" in result.stderr and "goes on" not in result.stderr
 
 
 def test_report_takes_up_cells_of_a_killed_sweep(run, training, tmp_path):
@@ -153,6 +157,26 @@ def test_without_matplotlib(run, training, monkeypatch):
     monkeypatch.setattr(commands, "find_spec", lambda name: None)
     result = run("reproduce", "fig2", "--scale", "smoke")
     assert result.exit_code == 2 and "pip install 'fastweights[experiments]'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "name", "extras"),
+    [("lightning", "table2", "train"), ("lightning", "speed", "train"), ("sacrebleu", "table1", "mt")],
+)
+def test_without_an_extra(run, training, monkeypatch, tmp_path, missing, name, extras):
+    monkeypatch.setattr(commands, "find_spec", lambda package: None if package == missing else object())
+    result = run("reproduce", name, "--scale", "smoke")
+    assert result.exit_code == 2 and f"{missing}: pip install 'fastweights[{extras}]'" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_import_that_fails_in_a_cell(run, monkeypatch):
+    def train(*arguments, **options):
+        raise ImportError("training takes something: pip install 'fastweights[train]'")
+
+    monkeypatch.setattr("fastweights.training.retrieval.train", train)
+    result = run("reproduce", "fig2", "--scale", "smoke")
+    assert result.exit_code == 2 and "Error: training takes something: pip install" in result.stderr
 
 
 def test_the_live_display(run, training, monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ from fastweights.commands import reproduce as commands
 from fastweights.data.prepare import prepare
 from fastweights.experiments import EXPERIMENTS, language, text
 from fastweights.experiments.base import Request, Results, Setup
-from fastweights.experiments.trained import POINTS, measurements
+from fastweights.experiments.trained import POINTS, forget_peak, measurements
 from fastweights.training.task import Score
 from tests.experiments.language_fakes import record
 from tests.training.small_text import write_text
@@ -163,6 +163,40 @@ def test_leaving_saves_the_cells_under_way(corpus, tmp_path):
         assert list((tmp_path / "runs" / cell.slug / "checkpoints").glob("step-*")), "saved before it ended"
 
 
+def test_a_forced_cell_begins_anew(whole, tmp_path):
+    chosen, data, expected = whole
+    chosen = chosen[:1]
+
+    def steps(**options):
+        taken = []
+        report = lambda cell, step, loss: taken.append(step)  # noqa: E731
+        ((cell, outcome),) = language.run(chosen, setup(tmp_path / "runs", data, report, **options))
+        assert steady(outcome.metrics) == steady(expected[cell.slug])
+        return sorted(set(taken))
+
+    assert steps(keep=True) == list(range(1, 9))
+    assert steps(keep=True) == [], "what was kept is finished"
+    assert steps(force=True) == list(range(1, 9))
+
+
+def test_the_command_line_can_force(invoke, tmp_path):
+    options = ["table2", "--scale", "smoke", "--models", "linear", "--jobs", "1", "--device", "cpu", "--keep-runs"]
+    assert invoke("reproduce", *options).exit_code == 0
+    (run,) = (tmp_path / "out" / "table2" / "runs").iterdir()
+    (run / "mark").touch()
+    assert invoke("reproduce", *options).exit_code == 0 and (run / "mark").exists()
+    assert invoke("reproduce", *options, "--force").exit_code == 0
+    assert (run / "config.json").exists() and not (run / "mark").exists()
+
+
+def test_a_peak_that_cannot_be_forgotten(monkeypatch):
+    def refuse(path, text):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    forget_peak("cpu")
+
+
 def test_a_failure_in_a_cell_is_told(corpus, tmp_path):
     from fastweights.experiments.base import BadInput
 
@@ -202,7 +236,7 @@ def test_measurements_of_a_log():
         {"kind": "valid", "step": n, "bleu": value, "wall_s": n} for n, value in ((500, 3.0), (750, "nan"), (1000, 2.0))
     ]
     found = measurements(log, Score("bleu", higher_is_better=True))
-    assert (found["best_loss"], found["last_loss"]) == (3.0, 2.0)
+    assert (found["best_bleu"], found["last_bleu"]) == (3.0, 2.0) and "best_loss" not in found
     assert found["curve"] == [[500, 3.0], [750, None], [1000, 2.0]]
     assert len(found["training_curve"]) <= POINTS and found["tokens"] == 10_000 and found["tokens_per_s"] == 500.5
     assert measurements([], Score("loss"))["best_loss"] is None
@@ -253,6 +287,16 @@ def test_a_full_scale_takes_its_corpus_among_several(corpus, monkeypatch, tmp_pa
     assert given.config["corpus"]["name"] == "text.txt", "named after the text that was used"
 
 
+def test_a_name_that_is_not_deserved():
+    for official, name, expected in (
+        (True, "WikiText-2", "WikiText-2"),
+        (False, "WikiText-2", "WikiText-2 (not the official corpus)"),
+        (False, "wikitext-103-raw", "wikitext-103-raw (not the official corpus)"),
+        (False, "text.txt", "text.txt"),
+    ):
+        assert text.honest(name, {"official": official}) == expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -270,6 +314,9 @@ def test_a_full_scale_takes_its_corpus_among_several(corpus, monkeypatch, tmp_pa
         (["table2", "--scale", "smoke", "--set", "seed=3"], "--seeds"),
         (["speed", "--scale", "smoke", "--set", "devices=2"], "devices is not for --set: it follows from --device"),
         (["table2", "--scale", "smoke", "--set", "precision=bf17"], "precision"),
+        (["table2", "--scale", "smoke", "--set", "steps=abc"], "table2: steps takes int, got 'abc'; write it as"),
+        (["speed", "--scale", "smoke", "--set", "dropout=[1]"], "speed: dropout takes float, got '[1]'"),
+        (["table4", "--scale", "smoke", "--set", "documents=paragraphs"], "does not forget where a document begins"),
         (["table2", "--scale", "smoke", "--sizes", "20"], "leaves nothing to run at scale smoke"),
     ],
 )  # fmt: skip

@@ -16,6 +16,7 @@ from fastweights.experiments.sweep import sweep
 from fastweights.experiments.table1 import PAPER
 from fastweights.experiments.table6 import measure
 from fastweights.report.build import build
+from fastweights.report.tables import losses
 from tests.data.corpora import write_wikitext
 from tests.data.pair_files import write_parallel
 
@@ -62,9 +63,55 @@ def test_settings_and_pairs_are_part_of_a_cell():
     other = cells("paper", {**CORPUS, "name": "europarl"})
     assert longer["linear"].config["training"]["steps"] == 123
     assert len({found["linear"].slug for found in (usual, longer, other)}) == 3
-    for name, message in (("seed", "its own option"), ("vocab_size", "follows from the corpus"), ("stepz", "steps")):
+    for name, message in (
+        ("seed", "--seeds"),
+        ("devices", "--device"),
+        ("vocab_size", "follows from the corpus"),
+        ("stepz", "steps"),
+    ):
         with pytest.raises(ValueError, match=message):
             cells("paper", **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "able"),
+    [
+        ({"rule": "delta"}, [model for model in PAPER if model != "softmax"]),
+        ({"features": 8}, ["performer-1", "performer-4", "performer-8"]),
+        ({"redraw": True}, ["performer-1", "performer-4", "performer-8"]),
+        ({"nu": 3}, ["dpfp-2", "dpfp-4"]),
+        ({"attention_dropout": 0.2}, ["softmax"]),
+        ({"decoder": "softmax", "attention_dropout": 0.2}, list(PAPER)),
+    ],
+)
+def test_settings_that_some_models_have(settings, able):
+    given = {"corpus": CORPUS, "set": settings}
+    for model in PAPER:
+        if model in able:
+            network = TABLE1.cell("small", model, 64, 1, given).config["network"]
+            assert settings.items() <= network.items()
+        else:
+            with pytest.raises(ValueError, match=f"which {model} has not: --models {','.join(able)}$"):
+                TABLE1.cell("small", model, 64, 1, given)
+
+
+def test_what_follows_from_other_steps():
+    training = {model: cell.config["training"] for model, cell in cells("small", steps=50).items()}
+    assert all((found["steps"], found["warmup"]) == (50, 5) for found in training.values())
+    same = cells("small", steps=1000)["linear"].config["training"]
+    assert same == cells("small")["linear"].config["training"] and same["warmup"] == 100
+    assert same["schedule"] == "cosine" and same["lr"] == 4e-3
+
+
+def test_nothing_of_the_validation_is_left_to_a_default():
+    for scale in ("smoke", "small", "paper"):
+        assert {"bleu_sentences", "bleu_beam"} <= cells(scale)["linear"].config["batches"].keys()
+
+
+def test_pairs_that_only_have_the_name(tmp_path):
+    write_parallel(tmp_path / "wmt14")
+    prepare("parallel", tmp_path / "wmt14", tmp_path / "pairs", vocab=280)
+    assert table1_cells.identify(tmp_path / "pairs")["name"] == "wmt14, en-de (not the official corpus)"
 
 
 def record(model, valid, test, *, size=1024, seed=1, name="WMT14 en-de"):
@@ -74,8 +121,8 @@ def record(model, valid, test, *, size=1024, seed=1, name="WMT14 en-de"):
         "parameters": 2_000_000,
         "curve": [[10, 1.0], [20, valid]],
         "steps": 20,
-        "best_loss": valid,
-        "last_loss": valid,
+        "best_bleu": valid,
+        "last_bleu": valid,
     }
     rest = {"paper": None, "commit": "c", "hardware": "h", "versions": {}}
     return Record({**metrics, **{k: v for k, v in scores.items() if v["bleu"] is not None}}, 1.0, config=config, **rest)
@@ -119,12 +166,14 @@ def test_short_trainings_do_not_tell_close_models_apart():
         runs = [replace(run, config={**run.config, "steps": 1000}) for run in runs]
         return [claim.holds for claim in TABLE1.claims(Results(runs))]
 
-    assert held(PAPER) == [None, True, None, True, True], "DPFP leads Linear by 0.1 in the test set"
+    assert held(PAPER) == [None, True, None, None, None], "DPFP leads Linear by 0.1 in the test set"
     apart = {"linear": (25.0, 25.0), "performer-1": (23, 23), "performer-8": (28.6, 28.6)}
     assert held({**PAPER, **apart}) == [True, True, True, True, None]
     assert held({**PAPER, "performer-8": (28.8, 28.8), "dpfp-4": (26.0, 20.0)}) == [False, True, None, True, False]
     assert held({**PAPER, "performer-8": (26.7, 27.1)})[3] is None
     assert held({**PAPER, "performer-8": (26.7, 26.1)})[3] is False
+    assert held({**PAPER, "performer-8": (27.2, 28.3)})[3] is True, "ahead by more than it takes"
+    assert held({**PAPER, "softmax": (28.0, 28.8)})[4] is True
 
 
 def test_seeds_are_averaged_and_a_diverged_run_counts_nothing():
@@ -148,9 +197,11 @@ def test_the_table_names_the_pairs():
     assert [row[name] for name in ("validation", "test", "paper, validation", "paper, test")] == [
         "20.0",
         "21.0",
-        "26.6",
-        "27.7",
+        "26.6 (D = 1024)",
+        "27.7 (D = 1024)",
     ]
+    made = TABLE1.table(Results([record("softmax", 20.04, 21)]))
+    assert made.rows[0][6:8] == ("26.6", "27.7")
     numbers = [record("softmax", 99, 97, name="number words, en-de"), record("linear", 99, 94, name="number words")]
     made = TABLE1.table(Results(numbers))
     assert made.header[-1] == "at least 95?" and [row[-1] for row in made.rows] == ["yes", "no"]
@@ -203,6 +254,7 @@ def test_smoke(tmp_path, monkeypatch):
     assert found.keys() == {cell.slug for cell in chosen}
     for record in found.values():
         assert record.metrics["steps"] == 4 and record.metrics["best_step"] in (2, 4)
+        assert record.metrics["best_bleu"] >= record.metrics["last_bleu"] and "best_loss" not in record.metrics
         for split in ("valid", "test"):
             assert 0 <= record.metrics[split]["bleu"] <= 100 and record.metrics[split]["sentences"] == 4
             assert "tok:13a" in record.metrics[split]["signature"] and "samples" not in record.metrics[split]
@@ -219,6 +271,17 @@ def test_smoke(tmp_path, monkeypatch):
 
 def test_what_the_terminal_says_of_a_cell():
     assert _outcome(record("linear", 20, 21.04).metrics) == "test BLEU 21.0 after 20 steps, "
+    assert _outcome(record("linear", 20, None).metrics) == "validation BLEU 20.0 after 20 steps, "
+
+
+def test_the_data_are_of_bleu():
+    runs = [record("linear", 20, 21), record("linear", 18, 19, size=512), record("dpfp-2", 20, 21)]
+    runs[2] = replace(runs[2], metrics={**runs[2].metrics, "diverged_at": 7})
+    header, *rows = losses(TABLE1, Results(runs))
+    assert header == [
+        "model", "D", "seed", "parameters", "steps", "best BLEU", "last BLEU", "diverged at", "seconds"
+    ]  # fmt: skip
+    assert [row[1] for row in rows] == ["1024", "512", "1024"] and [row[-2] for row in rows] == ["", "", "7"]
 
 
 def test_another_corpus_in_the_same_folder_is_refused(tmp_path):

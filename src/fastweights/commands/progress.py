@@ -114,8 +114,9 @@ def _outcome(metrics: Mapping[str, Any]) -> str:
         return f"{metrics['words_per_s']:,.0f} words/s, "
     if "steps" not in metrics:
         return ""
-    test, found = metrics.get("test") or {}, f"loss {format_loss(metrics['last_loss'])}"
-    for name, label in (("ppl", "test perplexity"), ("bleu", "test BLEU")):
-        if test.get(name) is not None:
-            found = f"{label} {test[name]:.1f}"
-    return f"{found} after {metrics['steps']} steps, "
+    test = metrics.get("test") or {}
+    for name, label in (("ppl", "perplexity"), ("bleu", "BLEU")):
+        for split, value in (("test", test.get(name)), ("validation", metrics.get(f"last_{name}"))):
+            if value is not None:
+                return f"{split} {label} {value:.1f} after {metrics['steps']} steps, "
+    return f"loss {format_loss(metrics.get('last_loss'))} after {metrics['steps']} steps, "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastweights.commands.device import pick_device
+from fastweights.commands.training_options import read_settings
 
 if TYPE_CHECKING:
     from fastweights.experiments.base import Cell, Experiment, Request, Selection
     from fastweights.experiments.store import Store
     from fastweights.report.build import Chapter
+
+_EXTRAS = {"matplotlib": "experiments", "lightning": "train", "sacrebleu": "mt", "tokenizers": "mt"}
 
 Out = Annotated[Path, typer.Option(help="Folder of the results.", show_default=True)]
 
@@ -69,10 +72,10 @@ def reproduce(
         device = pick_device(device)
         if jobs is not None and jobs < 1:
             raise ValueError(f"--jobs must be at least 1, got {jobs}")
-        _require_plotting()
+        _require("matplotlib", *(package for experiment in experiments for package in experiment.needs))
         _check(store)
-        request = Request(tuple(data or ()), _settings(settings or []), device)
-        plans = _plans(experiments, scale, selection, request)
+        request = Request(tuple(data or ()), device=device)
+        plans = _plans(experiments, scale, selection, request, settings or [])
         store.check_writable()
     from fastweights.commands.progress import Display
 
@@ -83,11 +86,11 @@ def reproduce(
             for experiment, cells, folder in plans:
                 sweep(experiment, cells, store, display, data=folder, **means)
         except KeyboardInterrupt:
-            _say(
-                f"Stopped: {display.finished} of {display.total} cells are done and kept in {out}. The same command"
-                f"{', without --force,' if force else ''} goes on from there; `fastweights report --out {out}` draws "
-                "what there is."
-            )
+            further = "The same command goes on from there"
+            if force:
+                further = "Cells that were not reached keep the results they had; the same command begins anew"
+            done = f"Stopped: {display.finished} of {display.total} cells are done and kept in {out}."
+            _say(f"{done} {further}; `fastweights report --out {out}` draws what there is.")
             raise typer.Exit(130) from None
     _finish(store, {experiment.name for experiment in experiments})
 
@@ -102,7 +105,7 @@ def report(
     with _input_errors():
         metric = look_up({"best": "best_loss", "last": "last_loss"}, loss, "loss")
         store = _store(out)
-        _require_plotting()
+        _require("matplotlib")
         names = _check(store)
         if not names:
             raise ValueError(f"there are no results in {out}; `fastweights reproduce --list` shows what can be run")
@@ -116,7 +119,7 @@ def _input_errors() -> Iterator[None]:
 
     try:
         yield
-    except (BadInput, ValueError) as error:
+    except (BadInput, ValueError, ImportError) as error:
         _say(f"Error: {error}")
         raise typer.Exit(2) from None
 
@@ -178,7 +181,7 @@ def _numbers(text: str | None, option: str, least: int) -> tuple[int, ...] | Non
 
 
 def _plans(
-    experiments: Sequence[Experiment], scale: str, selection: Selection, request: Request
+    experiments: Sequence[Experiment], scale: str, selection: Selection, request: Request, settings: list[str]
 ) -> list[tuple[Experiment, list[Cell], Path | None]]:
     """The cells of each experiment that has any, and where its data lie; nothing is trained before all are known."""
     from fastweights.experiments.base import BadInput
@@ -188,37 +191,27 @@ def _plans(
         if experiment not in chosen:
             _say(f"{experiment.name}: nothing to run for this selection, skipped")
     takers = [experiment for experiment in chosen if experiment.take]
-    for option, present in (("--data", request.data), ("--set", request.settings)):
+    for option, present in (("--data", request.data), ("--set", settings)):
         if present and not takers:
-            raise ValueError(f"{option} is for language models, not for {', '.join(e.name for e in chosen)}")
+            names = ", ".join(experiment.name for experiment in chosen)
+            raise ValueError(f"{option} is for language and translation models, not for {names}")
     plans = []
     for experiment in chosen:
         try:
-            given = experiment.accept(scale, request)
+            values = read_settings(experiment.fields(), settings, {}) if experiment.fields else {}
+            given = experiment.accept(scale, replace(request, settings=values))
             plans.append((experiment, experiment.cells(scale, selection, given.config), given.data))
         except (BadInput, ValueError) as error:
             raise ValueError(f"{experiment.name}: {error}") from None
     return plans
 
 
-def _settings(entries: Sequence[str]) -> dict[str, Any]:
-    chosen: dict[str, Any] = {}
-    for entry in entries:
-        name, equals, text = entry.partition("=")
-        if not equals:
-            raise ValueError(f"--set takes FIELD=VALUE, got {entry!r}")
-        if name in chosen:
-            raise ValueError(f"{name} is given twice: {chosen[name]!r} and {text!r}")
-        try:
-            chosen[name] = json.loads(text)
-        except ValueError:
-            chosen[name] = text
-    return chosen
-
-
-def _require_plotting() -> None:
-    if find_spec("matplotlib") is None:
-        raise ValueError("the plots need matplotlib: pip install 'fastweights[experiments]'")
+def _require(*packages: str) -> None:
+    """A ValueError for packages that are not there, with the extras that bring them."""
+    missing = [package for package in dict.fromkeys(packages) if find_spec(package) is None]
+    if missing:
+        extras = ",".join(dict.fromkeys(_EXTRAS[package] for package in missing))
+        raise ValueError(f"this takes {', '.join(missing)}: pip install 'fastweights[{extras}]'")
 
 
 def _check(store: Store) -> list[str]:

@@ -38,13 +38,12 @@ from fastweights.commands.training_options import (
     say,
     summary,
 )
+from fastweights.data.places import EMBEDDED
 
 if TYPE_CHECKING:
     from fastweights.data.tokens import Corpus
     from fastweights.training.language import LanguageTask
     from fastweights.training.loop import Result
-
-EMBEDDED = Path("data") / "embedded"
 
 app = typer.Typer(help="Train a model; the same command goes on with a run that was stopped.", no_args_is_help=True)
 app.command()(mt)

@@ -36,13 +36,12 @@ from fastweights.commands.training_options import (
     say,
     summary,
 )
+from fastweights.data.places import NUMBERS
 
 if TYPE_CHECKING:
     from fastweights.data.parallel import ParallelCorpus
     from fastweights.training.loop import Result
     from fastweights.training.translation import TranslationTask
-
-NUMBERS = Path("data") / "numbers"
 
 
 def mt(

@@ -19,6 +19,8 @@ from typing import IO, Any, NamedTuple
 from fastweights.data.manifest import DataError
 
 _OPEN: dict[str, Callable[[IO[bytes]], Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+# What unpacking raises: gzip and bz2 have no errors but those of the system.
+_DAMAGE = (EOFError, lzma.LZMAError, zlib.error, OSError)
 _SEGMENT = re.compile(r"<seg\b[^>]*>(.*?)</seg>", re.DOTALL | re.IGNORECASE)
 _SIDE = re.compile(r"[-.](src|ref)$")
 # The first that a set's name fits decides its use; None is for sets that are no part of any.
@@ -58,19 +60,32 @@ def language_of(path: Path) -> tuple[str, str]:
 
 
 def find_sets(folder: Path, languages: tuple[str, str]) -> dict[str, FileSet]:
-    """The sets of files in a folder by name; one language without the other is an error."""
+    """The sets of files in a folder by name; those of one language alone, as of WMT's other pairs, are left out."""
+    return {
+        name: FileSet(_one(sides[languages[0]], "src"), _one(sides[languages[1]], "ref"))
+        for name, sides in _sides(folder, languages).items()
+        if len(sides) == 2
+    }
+
+
+def lonely(folder: Path, languages: tuple[str, str]) -> dict[str, str]:
+    """What the sets of one language alone lack, by their names."""
+    missing = {}
+    for name, sides in _sides(folder, languages).items():
+        for language, other in (languages, languages[::-1]):
+            if language not in sides:
+                missing[name] = f"{sides[other][0]} has no counterpart {name}.{language} in {folder}"
+    return missing
+
+
+def _sides(folder: Path, languages: tuple[str, str]) -> dict[str, dict[str, list[Path]]]:
+    """The files of each set by language, of those two that are there."""
     found: dict[str, dict[str, list[Path]]] = {}
     for path in sorted(folder.iterdir()):
         name, language = language_of(path)
         if name and language in languages and path.is_file():
             found.setdefault(name, {}).setdefault(language, []).append(path)
-    sets = {}
-    for name, sides in found.items():
-        for language, other in (languages, languages[::-1]):
-            if language not in sides:
-                raise DataError(f"{sides[other][0]} has no counterpart {name}.{language} in {folder}")
-        sets[name] = FileSet(_one(sides[languages[0]], "src"), _one(sides[languages[1]], "ref"))
-    return sets
+    return found
 
 
 def _one(paths: list[Path], side: str) -> Path:
@@ -98,13 +113,16 @@ def sort_sets(sets: dict[str, FileSet]) -> dict[str, list[str]]:
 
 def named_set(given: Path, folder: Path, languages: tuple[str, str]) -> FileSet:
     """The set that an option names: by a path without the language, by one of its files, or by its name in `folder`."""
+    reasons: list[str] = []
     for place in dict.fromkeys((given.parent, folder / given.parent)):
         if place.is_dir():
             sets = find_sets(place, languages)
             for name in (given.name, language_of(given)[0]):
                 if name in sets:
                     return sets[name]
-    raise DataError(f"there are no files {given}.{languages[0]} and {given}.{languages[1]}")
+            halves = lonely(place, languages)
+            reasons += [halves[name] for name in (given.name, language_of(given)[0]) if name in halves]
+    raise DataError((reasons or [f"there are no files {given}.{languages[0]} and {given}.{languages[1]}"])[0])
 
 
 def read_pairs(files: FileSet, progress: Progress) -> Iterator[Pair]:
@@ -141,7 +159,7 @@ def _lines(path: Path, progress: Progress) -> Iterator[str]:
         except UnicodeDecodeError as error:
             wrong = error.object[error.start]
             raise DataError(f"{path} is not UTF-8: 0x{wrong:02x} in line {number:,}: {error.reason}") from None
-        except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+        except _DAMAGE as error:
             raise DataError(f"{path} is damaged or cut short after line {number:,} ({error})") from None
 
 
@@ -152,6 +170,8 @@ def _segments(path: Path) -> Iterator[str]:
         except UnicodeDecodeError as error:
             line = error.object.count(b"\n", 0, error.start) + 1
             raise DataError(f"{path} is not UTF-8 in line {line:,}: {error.reason}") from None
+        except _DAMAGE as error:
+            raise DataError(f"{path} is damaged or cut short ({error})") from None
     for segment in _SEGMENT.findall(text):
         yield " ".join(html.unescape(segment).split())
 

@@ -24,7 +24,7 @@ def articles(tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
     starts = torch.zeros_like(eos)
     ends = eos.nonzero().squeeze(-1)
     # The stream may begin with a title, as if lines had come before it.
-    begins = torch.cat([ends.new_zeros(1), ends[:-1] + 1])
+    begins = torch.cat([ends.new_zeros(1), ends + 1])[:-1]
     titled = ends - begins >= 3
     begins, ends = begins[titled], ends[titled]
 

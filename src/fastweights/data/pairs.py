@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastweights.data.aligned import FileSet, Pair, Progress, find_sets, named_set, read_pairs, sort_sets
+from fastweights.data.aligned import FileSet, Pair, Progress, find_sets, lonely, named_set, read_pairs, sort_sets
 from fastweights.data.bpe import Tokenizer, train_tokenizer
 from fastweights.data.build import dtype_for
 from fastweights.data.manifest import SPLITS, TYPE_CODES, DataError, checksum
@@ -85,7 +85,9 @@ def find_pairs(request: Request, obtain: str) -> Found:
         raise DataError(f"source and target language are both {languages[0]!r}")
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; {obtain}")
-    sets = find_sets(folder, languages)
+    sets, halves = find_sets(folder, languages), lonely(folder, languages)
+    if halves:
+        request.report(f"left out, being in one language only: {', '.join(sorted(halves))}", 0.0)
     uses = {split: [sets[name] for name in names] for split, names in sort_sets(sets).items()}
     for split, given in (("valid", request.valid), ("test", request.test)):
         if given is not None:
@@ -99,7 +101,8 @@ def find_pairs(request: Request, obtain: str) -> Found:
         if not uses[split]:
             holds = ", ".join(sorted(sets)) or f"no two files that end in .{languages[0]} and .{languages[1]}"
             hint = "" if split == "train" else " (or name it with --valid)"
-            raise DataError(f"{folder} has nothing for {split}{hint}, it holds {holds}; {obtain}")
+            known = "; ".join([holds, *halves.values()])
+            raise DataError(f"{folder} has nothing for {split}{hint}, it holds {known}; {obtain}")
     return {
         f"{split}.{language}": [Source(files[side]) for files in uses[split]]
         for split in SPLITS

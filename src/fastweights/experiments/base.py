@@ -14,7 +14,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastweights.training.settings import Fields
 
 SCALES = {
     "smoke": "a few steps of each cell, to see that everything runs; its numbers mean nothing",
@@ -205,6 +208,7 @@ class Setup:
         folder: for what an interrupted cell leaves to go on from.
         data: as in `Given`.
         keep: leave the folders of finished cells, with their weights.
+        force: begin every cell anew, also where an earlier command left a part of it.
     """
 
     device: str
@@ -213,6 +217,7 @@ class Setup:
     jobs: int | None = None
     data: Path | None = None
     keep: bool = False
+    force: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +235,8 @@ class Experiment:
         table: the results in the form of the paper's table.
         take: makes what is `given` out of a `Request` at a scale; None for an experiment that takes nothing.
         given: names of the entries of `config` that `take` decides. A record keeps its own.
+        fields: loads what the settings of a `Request` can be and their types; None where there are none.
+        needs: packages beside PyTorch that its cells are run with.
         text: what the paper's models were trained on, where ours can be on something else.
         measure: what the numbers on that text are.
         size_name: what `size` is, in front of its value.
@@ -251,6 +258,8 @@ class Experiment:
     table: Callable[[Results], Table] | None = None
     take: Callable[[str, Request], Given] | None = None
     given: tuple[str, ...] = ()
+    fields: Callable[[], Fields] | None = None
+    needs: tuple[str, ...] = ()
     text: str = ""
     measure: str = "Perplexities"
     size_name: str = "S"

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from fastweights.experiments.base import Experiment, Plot, Scale, storable
 from fastweights.experiments.text import SPLITS, WIKITEXT103, Text, corpus_of, take
-from fastweights.experiments.trained import Trainable, runner
+from fastweights.experiments.trained import Trainable, check_settings, runner, training_of
 
 if TYPE_CHECKING:
     from fastweights.data.tokens import Corpus
     from fastweights.models.language_model import LanguageModel
     from fastweights.training.config import TrainingConfig
     from fastweights.training.language import LanguageTask
+    from fastweights.training.settings import Fields
 
 GIVEN = ("corpus", "set")
-_OWN_OPTIONS = {"seed": "--seeds", **dict.fromkeys(("accelerator", "devices", "nodes", "strategy"), "--device")}
 SEEDS = (1111,)
 """The authors' seed; the paper has one run of each model."""
 
@@ -150,19 +150,19 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
     def configure(
         scale: str, model: str, size: int, seed: int, corpus: Mapping[str, Any], set: Mapping[str, Any]
     ) -> Mapping[str, Any]:
+        from fastweights.models.language_model import check_forgets
         from fastweights.training.config import TrainingConfig
-        from fastweights.training.language import check_field, plan
+        from fastweights.training.language import FIELDS, plan
 
         at, row = scales[scale].options["language"], MODELS[model]
-        for name in set:
-            check_field(name)
-            if name in _OWN_OPTIONS:
-                raise ValueError(f"{name} is not for --set: it follows from {_OWN_OPTIONS[name]}")
+        check_settings(FIELDS, set)
         choice = {"preset": at.presets[size], **row.choice, **at.settings, "seed": seed, **set}
         found = plan(corpus["words"], **choice)
         if row.wide:
             wide = {"m": found.model.d_model // found.model.n_heads}
             found = plan(corpus["words"], **{"feature_map_options": wide, **choice})
+        if found.documents != "none":
+            check_forgets(found.model)
         recipe = found.recipe
         settled = TrainingConfig.free() - {"eval_every"}
         training = {name: value for name, value in found.training.describe().items() if name not in settled}
@@ -202,14 +202,12 @@ def _evaluations(at: Language, mixer: str, context: str) -> list[dict[str, Any]]
 def build(config: Mapping[str, Any], data: Path | None) -> tuple[LanguageTask, TrainingConfig]:
     """The task and the training of a cell."""
     from fastweights.models.language_model import LanguageModelConfig
-    from fastweights.training.config import TrainingConfig
     from fastweights.training.language import LanguageTask
 
     names = ("segment", "batch_size", "eval_batch", "context", "documents")
     cutting = {name: config[name] for name in names if name in config}
     task = LanguageTask(LanguageModelConfig.from_dict(config["network"]), corpus_of(config, data), **cutting)
-    training = {**config["training"], "betas": tuple(config["training"]["betas"])}
-    return task, TrainingConfig(**training, log_every=min(200, max(1, config["steps"] // 50)))
+    return task, training_of(config, log_every=min(200, max(1, config["steps"] // 50)))
 
 
 def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: str) -> dict[str, Any]:
@@ -260,8 +258,16 @@ def _evaluate(
 run = runner(Trainable(build, score))
 
 
+def settings() -> Fields:
+    """`Experiment.fields` of language models."""
+    from fastweights.training.language import FIELDS
+
+    return FIELDS
+
+
 def experiment(*, scales: Mapping[str, Scale], text: Text = WIKITEXT103, **rest: Any) -> Experiment:
     """A table of language models: an `Experiment` with what all of them have in common."""
     plot = Plot(kind="perplexity", x_label="training steps", y_label="validation perplexity", log_y=True)
-    shared = {"text": text.name, "run": run, "plot": plot, "take": take(text), "given": GIVEN, "size_name": "D"}
+    shared: dict[str, Any] = {"text": text.name, "run": run, "plot": plot, "take": take(text), "given": GIVEN}
+    shared |= {"fields": settings, "needs": ("lightning",), "size_name": "D"}
     return Experiment(scales=scales, configure=configure(scales), fixed_sizes=True, **{**shared, **rest})

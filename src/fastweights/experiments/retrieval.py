@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from fastweights import provenance
 from fastweights.experiments.base import NOT_RUN, Cell, Claim, Outcome, Outcomes, Results, Scale, Setup, storable
 
 TARGET = 0.001
@@ -79,7 +79,7 @@ def run(cells: Sequence[Cell], setup: Setup) -> Outcomes:
 
     # The longest first, so that no worker is left alone with one at the end.
     configs = sorted(by_config, key=lambda config: -config.size)
-    jobs = setup.jobs or (8 if setup.device.startswith("cuda") else os.cpu_count() or 1)
+    jobs = setup.jobs or (8 if setup.device.startswith("cuda") else provenance.cores())
     for config, result in train(configs, device=setup.device, jobs=jobs, on_progress=progress):
         metrics = {name: getattr(result, name) for name in ("last_loss", "best_loss", "steps", "stopped", "curve")}
         yield by_config[config], Outcome(metrics, result.wall_s)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ from fastweights.experiments.base import (
 )
 from fastweights.experiments.language import SMALL, SMOKE, Language
 from fastweights.experiments.text import WIKITEXT103
-from fastweights.experiments.trained import forget_peak, means
+from fastweights.experiments.trained import forget_peak, means, training_of
 
 if TYPE_CHECKING:
     from fastweights.data.tokens import Corpus
@@ -71,21 +72,20 @@ MARGINAL = 0.85
 PAPER_SIZES = Language(presets={128: "small"})
 
 
-def _scale(options: Language, size: int, cost: str, note: str, stretches: int, updates: int, words: int) -> Scale:
-    measured = {"language": options, "stretches": stretches, "updates": updates, "words": words}
-    return Scale(
-        sizes=(size,), seeds=language.SEEDS, options=measured, cost=cost, note=note, decides=note.startswith("As")
-    )
+def _scale(options: Language, cost: str, note: str, *, decides: bool, **measured: int) -> Scale:
+    (size,) = options.presets
+    every = {"language": options, **measured}
+    return Scale(sizes=(size,), seeds=language.SEEDS, options=every, cost=cost, note=note, decides=decides)
 
 
+_SMOKE_NOTE = "A few updates: a check that everything runs, not a result."
 _SMALL_NOTE = "The reduced model of the tables at this scale, on whatever this machine is: it decides nothing."
+_FULL = {"stretches": 5, "updates": 20, "words": WIKITEXT103.words}
 SCALES = {
-    "smoke": _scale(SMOKE, 16, "3 s", "A few updates: a check that everything runs, not a result.", 1, 2, 500),
-    "small": _scale(SMALL, 64, "1 min on 2 cores", _SMALL_NOTE, 3, 8, 5_693),
-    "code": _scale(PAPER_SIZES, 128, "10 min on a GPU", "As scale paper.", 5, 20, WIKITEXT103.words),
-    "paper": _scale(
-        PAPER_SIZES, 128, "10 min on a GPU", "As in training, but for updates only.", 5, 20, WIKITEXT103.words
-    ),
+    "smoke": _scale(SMOKE, "3 s", _SMOKE_NOTE, decides=False, stretches=1, updates=2, words=500),
+    "small": _scale(SMALL, "1 min on 2 cores", _SMALL_NOTE, decides=False, stretches=3, updates=8, words=5_693),
+    "code": _scale(PAPER_SIZES, "10 min on a GPU", "As scale paper.", decides=True, **_FULL),
+    "paper": _scale(PAPER_SIZES, "10 min on a GPU", "As in training, but for updates only.", decides=True, **_FULL),
 }
 STATEMENT = (
     "Linear Transformer with and without our delta update rule: 63 K and 66 K words/sec, and 14 and 13 GB. The extra "
@@ -123,7 +123,6 @@ def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
     from dataclasses import replace
 
     from fastweights.models.language_model import LanguageModelConfig
-    from fastweights.training.config import TrainingConfig
     from fastweights.training.distributed import launch
     from fastweights.training.language import LanguageTask
     from fastweights.training.learner import Learner
@@ -137,8 +136,7 @@ def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
     tokens = config["segment"] * config["batch_size"]
     corpus = _text(network.vocab_size, tokens * (stretches + 1) * updates + config["batch_size"])
     task = LanguageTask(network, corpus, eval_batch=1, **cutting)
-    training = {**config["training"], "betas": tuple(config["training"]["betas"])}
-    settings = replace(TrainingConfig(**training), **means(device, config))
+    settings = replace(training_of(config), **means(device, config))
     learner = Learner(launch(task, settings), task, settings)
     speeds = []
     for _ in range(stretches + 1):
@@ -187,7 +185,7 @@ def _held(device: str) -> int:
     if device.startswith("cuda"):
         return torch.cuda.memory_allocated()
     status = Path("/proc/self/statm")
-    return int(status.read_text().split()[1]) * 4096 if status.exists() else 0
+    return int(status.read_text().split()[1]) * mmap.PAGESIZE if status.exists() else 0
 
 
 def _peak(device: str) -> int:
@@ -269,6 +267,8 @@ EXPERIMENT = Experiment(
     table=table,
     take=take,
     given=("set", "device"),
+    fields=language.settings,
+    needs=("lightning",),
     size_name="D",
     fixed_sizes=True,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastweights import provenance
 from fastweights.experiments.base import Cell, Experiment, Record, Setup, given_of
@@ -38,7 +38,7 @@ def sweep(
     Args:
         data: where the experiment's data lie.
         keep: leave the folders of finished cells, with their weights.
-        force: run the cells again even if they are known.
+        force: run the cells again even if they are known, and from the beginning.
         trained: slugs run since the command began, added to here: `force` leaves them alone.
     """
     trained = set() if trained is None else trained
@@ -55,7 +55,8 @@ def sweep(
     try:
         if missing:
             folder = store.folder(experiment.name) / "runs"
-            setup = Setup(device=device, on_progress=watcher.step, folder=folder, jobs=jobs, data=data, keep=keep)
+            how: dict[str, Any] = {"jobs": jobs, "data": data, "keep": keep, "force": force}
+            setup = Setup(device=device, on_progress=watcher.step, folder=folder, **how)
             with closing(experiment.run(missing, setup)) as outcomes:
                 for cell, outcome in outcomes:
                     record = Record(

@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastweights.data.places import NUMBERS
 from fastweights.experiments.base import BadInput, Given, Request, Scale, storable
-from fastweights.experiments.trained import Trainable, runner
+from fastweights.experiments.text import honest
+from fastweights.experiments.trained import Trainable, check_settings, runner, training_of
 
 if TYPE_CHECKING:
     from fastweights.data.parallel import ParallelCorpus
     from fastweights.training.config import TrainingConfig
+    from fastweights.training.settings import Fields
     from fastweights.training.translation import TranslationTask
 
-NUMBERS = Path("data") / "numbers"
 GIVEN = ("corpus", "set")
 SPLITS = ("valid", "test")
 SAMPLES = 3
@@ -115,8 +117,9 @@ def identify(folder: Path) -> dict[str, Any]:
     names = {"numbers": "number words"}
     name = names.get(corpus.manifest["kind"], corpus.manifest["name"])
     languages = f"{corpus.source_language}-{corpus.target_language}"
+    name = name if name.endswith(languages) else f"{name}, {languages}"
     return {
-        "name": name if name.endswith(languages) else f"{name}, {languages}",
+        "name": honest(name, corpus.manifest),
         "pieces": len(corpus.tokenizer),
         "fingerprint": corpus.fingerprint,
     }
@@ -135,14 +138,11 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
         if size not in at.presets:
             known = ", ".join(f"{width} ({preset})" for width, preset in at.presets.items())
             raise ValueError(f"at scale {scale} d_model is one of {known}, got {size}")
-        for name in set:
-            FIELDS.check(name)
-            if name == "seed":
-                raise ValueError("the seed has its own option, --seeds")
-        shared = {"preset": at.presets[size], **at.settings, "seed": seed, **set}
+        check_settings(FIELDS, set)
+        _check_used(model, set)
+        shared = {"preset": at.presets[size], "attention": row.attention, **at.settings, "seed": seed, **set}
         d_key = plan_translation(corpus["pieces"], **shared).model.d_head
-        choice = {"attention": row.attention, **row.choice(d_key), **shared}
-        found = plan_translation(corpus["pieces"], **choice)
+        found = plan_translation(corpus["pieces"], **{**row.choice(d_key), **shared})
         settled = TrainingConfig.free() - {"eval_every"}
         training = {name: value for name, value in found.training.describe().items() if name not in settled}
         batches = {name: getattr(found.recipe, name) for name in ("max_tokens", "max_length", "label_smoothing")}
@@ -165,15 +165,27 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
     return configure
 
 
+def _check_used(model: str, settings: Mapping[str, Any]) -> None:
+    """A ValueError for a setting that this model has no use for, with the models that have one."""
+    from fastweights.models.translation_config import POSITIONS, idle_fields
+
+    def idle(row: Model) -> dict[str, str]:
+        return idle_fields(*(settings.get(position, row.attention) for position in POSITIONS))
+
+    for name, use in idle(MODELS[model]).items():
+        if name in settings:
+            able = ",".join(other for other, row in MODELS.items() if name not in idle(row))
+            remedy = f"--models {able}" if able else "leave it out"
+            raise ValueError(f"{name} is for {use}, which {model} has not: {remedy}")
+
+
 def build(config: Mapping[str, Any], data: Path | None) -> tuple[TranslationTask, TrainingConfig]:
     """The task and the training of a cell."""
     from fastweights.models.translation_config import TranslationModelConfig
-    from fastweights.training.config import TrainingConfig
     from fastweights.training.translation import TranslationTask
 
     model, corpus = TranslationModelConfig.from_dict(config["network"]), corpus_of(config, data)
-    training = {**config["training"], "betas": tuple(config["training"]["betas"])}
-    settings = TrainingConfig(**training, log_every=min(100, max(1, config["steps"] // 50)))
+    settings = training_of(config, log_every=min(100, max(1, config["steps"] // 50)))
     return TranslationTask(model, corpus, seed=config["seed"], **config["batches"]), settings
 
 
@@ -234,3 +246,10 @@ def _translate(model: Any, corpus: ParallelCorpus, split: str, how: Mapping[str,
 
 
 run = runner(Trainable(build, score))
+
+
+def settings() -> Fields:
+    """`Experiment.fields` of translation models."""
+    from fastweights.training.translation import FIELDS
+
+    return FIELDS

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastweights.data.places import EMBEDDED
 from fastweights.experiments.base import BadInput, Given, Request
 
 if TYPE_CHECKING:
     from fastweights.data.tokens import Corpus
 
-EMBEDDED = Path("data") / "embedded"
 SPLITS = ("valid", "test")
 
 
@@ -82,7 +82,20 @@ def identify(folder: Path) -> dict[str, Any]:
     corpus = Corpus.load(folder)
     manifest = corpus.manifest
     name = "Python's documentation" if manifest["kind"] == "embedded" else manifest["name"]
-    return {"name": name, "words": len(corpus.vocabulary), "fingerprint": corpus.fingerprint}
+    return {"name": honest(name, manifest), "words": len(corpus.vocabulary), "fingerprint": corpus.fingerprint}
+
+
+def honest(name: str, manifest: Mapping[str, Any]) -> str:
+    """The name of a corpus, with a word of warning where it has that of a published one and is not that."""
+    from fastweights.data.kinds import KINDS
+
+    published = [_letters(row.official.name) for row in KINDS.values() if row.official]
+    claims = any(known in _letters(name) for known in published)
+    return f"{name} (not the official corpus)" if claims and not manifest["official"] else name
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def corpus_of(config: Mapping[str, Any], data: Path | None) -> Corpus:

@@ -3,8 +3,9 @@
     run = runner(Trainable(build, score))
 
 What is to be learned and how it is scored is the experiment's; here are the folder, the processes, and the metrics that
-every run has: `curve` and `training_curve` ([[step, loss], ...]), `best_loss` and `last_loss` of the validations,
-`steps`, `tokens`, `tokens_per_s` and `memory_bytes`. A training that diverges is a result too: `diverged_at`.
+every run has: `curve` and `training_curve` ([[step, value], ...]), of the validations `best_loss` and `last_loss`, or
+`best_bleu` and `last_bleu` where that is the task's score, `steps`, `tokens`, `tokens_per_s` and `memory_bytes`. A
+training that diverges is a result too: `diverged_at`.
 """
 
 from __future__ import annotations
@@ -17,19 +18,25 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from fastweights import provenance
 from fastweights.experiments.base import BadInput, Cell, Outcome, Outcomes, Setup
 
 if TYPE_CHECKING:
     from fastweights.training.config import TrainingConfig
+    from fastweights.training.settings import Fields
     from fastweights.training.task import Score, Task
 
 Config = Mapping[str, Any]
 Report = Callable[[int, float], None]
+OWN_OPTIONS = {"seed": "--seeds", **dict.fromkeys(("accelerator", "devices", "nodes", "strategy"), "--device")}
+"""Fields of every training that are not for --set, and the option that decides each."""
+
 POINTS = 250
 """At most so many points of a training curve are kept."""
 
@@ -59,8 +66,7 @@ def runner(kind: Trainable) -> Callable[[Sequence[Cell], Setup], Outcomes]:
     def run(cells: Sequence[Cell], setup: Setup) -> Outcomes:
         from fastweights.training.folder import RunError
 
-        cores = os.cpu_count() or 1
-        jobs = min(len(cells), setup.jobs or (1 if setup.device.startswith("cuda") else cores))
+        jobs = min(len(cells), setup.jobs or (1 if setup.device.startswith("cuda") else provenance.cores()))
         outcomes = _one_by_one(kind, cells, setup) if jobs == 1 else _at_once(kind, cells, setup, jobs)
         try:
             for cell, outcome in outcomes:
@@ -111,7 +117,7 @@ def train_cell(
 
 
 def measurements(records: Sequence[Mapping[str, Any]], score: Score) -> dict[str, Any]:
-    """What the log of any run says; "loss" of a validation is what its `score` names."""
+    """What the log of any run says; `curve`, best and last are of what its `score` names."""
     valid = [[r["step"], r[score.name]] for r in records if r["kind"] == "valid"]
     train = [r for r in records if r["kind"] == "train"]
     # The log writes what is not a number as text.
@@ -120,8 +126,8 @@ def measurements(records: Sequence[Mapping[str, Any]], score: Score) -> dict[str
     return {
         "curve": [[step, None if isinstance(value, str) else value] for step, value in valid],
         "training_curve": [[r["step"], r["loss"]] for r in thin if not isinstance(r["loss"], str)],
-        "best_loss": (max if score.higher_is_better else min)(scores, default=None),
-        "last_loss": scores[-1] if scores else None,
+        f"best_{score.name}": (max if score.higher_is_better else min)(scores, default=None),
+        f"last_{score.name}": scores[-1] if scores else None,
         "steps": max((r["step"] for r in records), default=0),
         "tokens": int(max((r["tokens"] for r in train), default=0)),
         "tokens_per_s": statistics.median(r["tokens_per_s"] for r in train) if train else None,
@@ -141,6 +147,22 @@ def means(device: str, config: Config) -> dict[str, Any]:
     return {**usual, **asked}
 
 
+def check_settings(fields: Fields, settings: Mapping[str, Any]) -> None:
+    """A ValueError for settings of cells that are none, or that have an option of their own."""
+    for name in settings:
+        fields.check(name)
+        if name in OWN_OPTIONS:
+            raise ValueError(f"{name} is not for --set: it follows from {OWN_OPTIONS[name]}")
+
+
+def training_of(config: Config, **more: Any) -> TrainingConfig:
+    """The training of a cell, in whose configuration, as JSON has it, tuples are lists."""
+    from fastweights.training.config import TrainingConfig
+
+    values = {**config["training"], **more}
+    return TrainingConfig(**{**values, "betas": tuple(values["betas"])})
+
+
 def forget_peak(device: str) -> None:
     """Let the peak of memory be that of this cell: on a GPU, and on Linux that of the process."""
     if device.startswith("cuda"):
@@ -148,7 +170,9 @@ def forget_peak(device: str) -> None:
 
         torch.cuda.reset_peak_memory_stats()
     elif (path := Path("/proc/self/clear_refs")).exists():
-        path.write_text("5")
+        # Some containers forbid it: the peak is then that of the process so far.
+        with suppress(OSError):
+            path.write_text("5")
 
 
 class _Watch:
@@ -169,6 +193,14 @@ class _Watch:
         pass
 
 
+def _folder(cell: Cell, setup: Setup) -> Path:
+    """Where the cell that is about to begin is trained: not on what an earlier command left, where that is forced."""
+    folder = setup.folder / cell.slug
+    if setup.force and folder.exists():
+        shutil.rmtree(folder)
+    return folder
+
+
 def _one_by_one(kind: Trainable, cells: Sequence[Cell], setup: Setup) -> Outcomes:
     from fastweights.training.signals import Interrupted
 
@@ -178,7 +210,7 @@ def _one_by_one(kind: Trainable, cells: Sequence[Cell], setup: Setup) -> Outcome
             setup.on_progress(cell, step, loss)
 
         try:
-            result = train_cell(kind, cell.config, setup.folder / cell.slug, setup.data, setup.device, report)
+            result = train_cell(kind, cell.config, _folder(cell, setup), setup.data, setup.device, report)
         except Interrupted as stop:
             if stop.code == 128 + signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -190,7 +222,7 @@ def _at_once(kind: Trainable, cells: Sequence[Cell], setup: Setup, jobs: int) ->
     """`jobs` processes, each with its share of the cores; none outlives this generator."""
     # A fork would inherit PyTorch's threads in whatever state they are.
     context = multiprocessing.get_context("spawn")
-    threads = max(1, (os.cpu_count() or 1) // jobs)
+    threads = max(1, provenance.cores() // jobs)
     waiting = list(cells)
     working: dict[Connection[Any, Any], Cell] = {}
     workers: list[tuple[Any, Connection[Any, Any]]] = []
@@ -202,7 +234,7 @@ def _at_once(kind: Trainable, cells: Sequence[Cell], setup: Setup, jobs: int) ->
             theirs.close()
             workers.append((worker, ours))
             working[ours] = waiting.pop(0)
-            ours.send((working[ours].config, setup.folder / working[ours].slug))
+            ours.send((working[ours].config, _folder(working[ours], setup)))
         while working:
             for ready in wait(list(working)):
                 ours = cast("Connection[Any, Any]", ready)
@@ -219,7 +251,7 @@ def _at_once(kind: Trainable, cells: Sequence[Cell], setup: Setup, jobs: int) ->
                 del working[ours]
                 if waiting:
                     working[ours] = waiting.pop(0)
-                    ours.send((working[ours].config, setup.folder / working[ours].slug))
+                    ours.send((working[ours].config, _folder(working[ours], setup)))
                 yield cell, Outcome(*content)
     finally:
         for worker, _ in workers:
@@ -254,7 +286,7 @@ def _work(pipe: Connection[Any, Any], kind: Trainable, data: Path | None, device
             return
         try:
             answer: tuple[Any, ...] = ("done", *train_cell(kind, config, folder, data, device, report))
-        except (RunError, ValueError, BadInput) as error:
+        except (RunError, ValueError, BadInput, ImportError) as error:
             answer = ("failed", BadInput(str(error)))
         except Exception:
             answer = ("failed", RuntimeError(f"{folder.name} failed:\n{traceback.format_exc()}"))

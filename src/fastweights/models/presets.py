@@ -127,7 +127,7 @@ def tiny(
 
     Command: `fastweights train lm --preset tiny --mixer delta`.
     Cost: 4.1 M words, two epochs of WikiText-2.
-    Expected: the paper has no such model; the numbers measured here are under `results/`.
+    Expected: the paper has no such model; `results/wikitext2` has what was measured after 3,600 steps.
     """
     sizes = {"vocab_size": WIKITEXT2_WORDS, "d_model": 128, "n_layers": 4, "n_heads": 4, "d_ff": 512}
     return _config(mixer, rule, context, 128, WIKITEXT2_CUTOFFS, sizes, overrides)

@@ -120,19 +120,25 @@ class TranslationModelConfig:
 
     def _refuse_idle(self) -> None:
         """Fields that do nothing here must be as they are by default."""
-        used = {
-            "features": ("performer" in self.attentions, "performer attention"),
-            "redraw": ("performer" in self.attentions, "performer attention"),
-            "nu": ("dpfp" in self.attentions, "dpfp attention"),
-            "rule": (self.decoder != "softmax", "fast weights in the decoder"),
-            "normalization": (self.decoder != "softmax", "fast weights in the decoder"),
-            "attention_dropout": ("softmax" in self.attentions, "softmax attention"),
-        }
         defaults = {f.name: f.default for f in fields(self)}
-        for name, (needed, where) in used.items():
+        for name, where in idle_fields(*self.attentions).items():
             value = getattr(self, name)
-            if not needed and value != defaults[name]:
+            if value != defaults[name]:
                 raise ValueError(
                     f"{name} = {value!r} is for {where}, and this model has {', '.join(self.attentions)} attention in "
                     "encoder, decoder and cross position; leave it out"
                 )
+
+
+def idle_fields(encoder: str, decoder: str, cross: str) -> dict[str, str]:
+    """The fields that do nothing with those attentions, and what each is for."""
+    attentions = (encoder, decoder, cross)
+    used = {
+        "features": ("performer" in attentions, "performer attention"),
+        "redraw": ("performer" in attentions, "performer attention"),
+        "nu": ("dpfp" in attentions, "dpfp attention"),
+        "rule": (decoder != "softmax", "fast weights in the decoder"),
+        "normalization": (decoder != "softmax", "fast weights in the decoder"),
+        "attention_dropout": ("softmax" in attentions, "softmax attention"),
+    }
+    return {name: use for name, (needed, use) in used.items() if not needed}

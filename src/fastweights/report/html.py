@@ -207,9 +207,11 @@ def _how(chapter: Chapter, scale: str) -> str:
     command = f"fastweights reproduce {experiment.name} --scale {scale}"
     if tuple(seeds) != experiment.scales[scale].seeds:
         command += f" --seeds {','.join(map(str, seeds))}"
-    sizes = tuple(chapter.results.sizes())
-    if not experiment.fixed_sizes and not set(sizes) <= set(experiment.scales[scale].sizes):
-        command += f" --sizes {','.join(map(str, sizes))}"
+    if experiment.selectable:
+        models = [model for model in experiment.models if chapter.results.of(model)]
+        command += f" --models {','.join(models)}" if len(models) < len(experiment.models) else ""
+        sizes = chapter.results.sizes()
+        command += f" --sizes {','.join(map(str, sizes))}" if sizes != sorted(experiment.scales[scale].sizes) else ""
     corpora = {
         record.config["corpus"]["name"]: record.config["corpus"] for record in records if "corpus" in record.config
     }

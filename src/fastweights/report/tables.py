@@ -40,16 +40,21 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _runs(experiment: Experiment, results: Results) -> list[list[str]]:
-    scalars = [
-        name for name, value in results.records[0].metrics.items() if not isinstance(value, (list, dict))
-    ]  # fmt: skip
-    rows = [["model", "seed", *(name.replace("_", " ") for name in scalars), "seconds"]]
+    found = [item for record in results.records for item in record.metrics.items()]
+    scalars = list(dict.fromkeys(name for name, value in found if not isinstance(value, (list, dict))))
+    sized = len(results.sizes()) > 1
+    names = [name.replace("_", " ").replace("bleu", "BLEU") for name in scalars]
+    rows = [["model", *([experiment.size_name] if sized else []), "seed", *names, "seconds"]]
     for record in results.records:
-        values = [record.metrics.get(name) for name in scalars]
-        shown = [format_loss(value) if isinstance(value, float | None) else str(value) for value in values]
-        config = record.config
-        rows.append([experiment.models[config["model"]], str(config["seed"]), *shown, f"{record.wall_s:.1f}"])
+        config, metrics = record.config, record.metrics
+        size = [str(config["size"])] if sized else []
+        shown = [_scalar(metrics[name]) if name in metrics else "" for name in scalars]
+        rows.append([experiment.models[config["model"]], *size, str(config["seed"]), *shown, f"{record.wall_s:.1f}"])
     return rows
+
+
+def _scalar(value: object) -> str:
+    return format_loss(value) if isinstance(value, float | None) else str(value)
 
 
 def tally(claims: Sequence[Claim]) -> str:

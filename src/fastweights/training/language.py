@@ -26,7 +26,6 @@ from fastweights.training.task import Outcome, Task
 _DECIDED = {"vocab_size": "follows from the corpus", "mixer": "has its own option", "rule": "has its own option"}
 _READING = {"segment": int, "batch_size": int, "eval_batch": int, "documents": str}
 FIELDS = Fields(LanguageModelConfig, _READING, _DECIDED)
-check_field = FIELDS.check
 
 
 class LanguageTask(Task):
@@ -203,7 +202,7 @@ def assemble(corpus: Corpus, **choice: Any) -> tuple[LanguageTask, TrainingConfi
 
 
 def _recipe(preset: str, mixer: str, overrides: dict[str, Any]) -> TrainingRecipe:
-    if "steps" in overrides and "warmup_steps" not in overrides and overrides["steps"] >= 1:
-        usual = training_recipe(preset, mixer).warmup_steps
-        overrides = {**overrides, "warmup_steps": min(usual, overrides["steps"] // 10)}
+    usual = training_recipe(preset, mixer)
+    if 1 <= overrides.get("steps", usual.steps) != usual.steps and "warmup_steps" not in overrides:
+        overrides = {**overrides, "warmup_steps": min(usual.warmup_steps, overrides["steps"] // 10)}
     return training_recipe(preset, mixer, **overrides)

@@ -28,6 +28,7 @@ __all__ = ["Bleu", "TranslationTask", "assemble_translation", "bleu", "plan_tran
 
 # Sentences of the validation set that a validation translates, by greedy search.
 BLEU_SENTENCES = 500
+BLEU_BEAM = 1
 _TASK = {
     "max_tokens": int,
     "max_length": int,
@@ -61,7 +62,7 @@ class TranslationTask(Task):
         max_length: int | None = None,
         label_smoothing: float = 0.1,
         bleu_sentences: int = BLEU_SENTENCES,
-        bleu_beam: int = 1,
+        bleu_beam: int = BLEU_BEAM,
         seed: int = 0,
     ) -> None:
         if model.vocab_size != len(corpus.tokenizer):
@@ -184,9 +185,9 @@ def plan_translation(
     names = {"steps": "steps", "lr": "lr", "warmup": "warmup_steps", "accumulate": "accumulate"}
     overrides = {own: training.pop(name) for name, own in names.items() if name in training}
     overrides |= {name: task.pop(name) for name in ("max_tokens", "max_length", "label_smoothing") if name in task}
-    if overrides.get("steps", 0) >= 1 and "warmup_steps" not in overrides:
-        usual = translation_recipe(preset).warmup_steps
-        overrides["warmup_steps"] = min(usual, overrides["steps"] // 10)
+    usual = translation_recipe(preset)
+    if 1 <= overrides.get("steps", usual.steps) != usual.steps and "warmup_steps" not in overrides:
+        overrides["warmup_steps"] = min(usual.warmup_steps, overrides["steps"] // 10)
     recipe = translation_recipe(preset, **overrides)
     defaults: dict[str, Any] = {
         "schedule": recipe.schedule,
@@ -198,6 +199,7 @@ def plan_translation(
         "log_every": min(100, max(1, recipe.steps // 50)),
     }
     schedule = {"steps": recipe.steps, "lr": recipe.lr, "warmup": recipe.warmup_steps, "accumulate": recipe.accumulate}
+    task = {"bleu_sentences": BLEU_SENTENCES, "bleu_beam": BLEU_BEAM, **task}
     config = PRESETS[preset](attention, vocab_size=tokens, **model)
     return TranslationPlan(config, recipe, task, TrainingConfig(**{**defaults, **training, **schedule}))
 
