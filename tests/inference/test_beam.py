@@ -22,7 +22,7 @@ def sources(B=4):
 def sharp(kind):
     """A model that is surer of itself and of the end than untrained weights are, with other words than its input's."""
     model = make(kind)
-    torch.manual_seed(6)
+    torch.manual_seed(5)
     words = 2 * torch.randn(V, 8, dtype=torch.float64)
     model.logits = lambda hidden: hidden @ words.mT + torch.nn.functional.one_hot(torch.tensor(EOS), V)
     return model
@@ -115,7 +115,7 @@ def test_stopping_early_changes_nothing_but_the_time(alpha, n_best):
     assert beam_search(early, source, mask, **how) == beam_search(late, source, mask, early_stop=False, **how)
     assert early.sentences == len(source)
     assert early.rows <= late.rows
-    if alpha <= 0 and n_best == 1:
+    if alpha <= 0.6 and n_best == 1:
         assert early.rows < late.rows
     assert late.rows <= late.steps * 4 * len(source)
 
