@@ -80,6 +80,21 @@ def captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def kernel_times(step: Callable[[], object], count: int = 5, most: int = 40) -> list[dict[str, Any]]:
+    """Where a step's time goes: ms and calls of each kernel in one step, those that take the most first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(count):
+            step()
+        torch.cuda.synchronize()
+    # Calls of the driver are events too, of no time on the device.
+    found = [
+        {"name": event.key[:120], "ms": event.self_device_time_total / count / 1e3, "calls": event.count / count}
+        for event in profile.key_averages()
+        if event.self_device_time_total > 0
+    ]
+    return sorted(found, key=lambda kernel: -kernel["ms"])[:most]
+
+
 def bandwidth() -> float:
     """Bytes per second of a large copy, reads and writes counted."""
     x = torch.empty(2**29, dtype=torch.int16, device="cuda")

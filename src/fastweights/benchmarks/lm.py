@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from fastweights.benchmarks.gpu_timing import kernel_times
 from fastweights.benchmarks.record import write_record
 from fastweights.data.tokens import Corpus, TokenStream
 from fastweights.data.vocabulary import WordVocabulary
@@ -118,7 +119,8 @@ def agreement(corpus: Corpus, size: str, model: str, ways: Sequence[str], device
 
 
 def measure(learner: Learner, steps: int, blocks: int = 5) -> dict[str, Any]:
-    """Median time of an update over `blocks` blocks of `steps`, words a second, and the most memory in use."""
+    """Median time of an update over `blocks` blocks of `steps`, words a second, the most memory in use, and the kernels
+    that took the time."""
     cuda = learner.device.type == "cuda"
     start = time.perf_counter()
     if cuda:
@@ -143,6 +145,7 @@ def measure(learner: Learner, steps: int, blocks: int = 5) -> dict[str, Any]:
     if cuda:
         result["peak_bytes"] = torch.cuda.max_memory_allocated()
         result["reserved_bytes"] = torch.cuda.memory_reserved()
+        result["kernels"] = kernel_times(learner.advance)
     return result
 
 
