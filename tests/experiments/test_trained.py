@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -15,7 +16,7 @@ from fastweights.commands import reproduce as commands
 from fastweights.data.prepare import prepare
 from fastweights.experiments import EXPERIMENTS, language, text
 from fastweights.experiments.base import Request, Results, Setup
-from fastweights.experiments.trained import POINTS, forget_peak, measurements
+from fastweights.experiments.trained import POINTS, forget_others, measurements
 from fastweights.training.task import Score
 from tests.experiments.language_fakes import record
 from tests.training.small_text import write_text
@@ -194,7 +195,23 @@ def test_a_peak_that_cannot_be_forgotten(monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "write_text", refuse)
-    forget_peak("cpu")
+    forget_others("cpu")
+
+
+def test_nothing_compiled_is_left_to_the_next_cell():
+    compiled = []
+
+    def backend(module, inputs):
+        compiled.append(module)
+        return module.forward
+
+    work = torch.compile(lambda x: x + 1, backend=backend)
+    for _ in range(2):
+        work(torch.ones(1))
+    assert len(compiled) == 1
+    forget_others("cpu")
+    work(torch.ones(1))
+    assert len(compiled) == 2
 
 
 def test_a_failure_in_a_cell_is_told(corpus, tmp_path):

@@ -150,6 +150,8 @@ def measure(learner: Learner, steps: int, blocks: int = 5) -> dict[str, Any]:
 
 
 def _tidy(device: str) -> None:
+    # Else `torch.compile` gives up after eight models, without a word.
+    torch.compiler.reset()
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -39,7 +39,7 @@ from fastweights.experiments.base import (
 )
 from fastweights.experiments.language import SMALL, SMOKE, Language
 from fastweights.experiments.text import WIKITEXT103
-from fastweights.experiments.trained import forget_peak, means, training_of
+from fastweights.experiments.trained import forget_others, means, training_of
 
 if TYPE_CHECKING:
     from fastweights.data.tokens import Corpus
@@ -128,7 +128,7 @@ def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
     from fastweights.training.learner import Learner
 
     _release()
-    forget_peak(device)
+    forget_others(device)
     before = _held(device)
     network = LanguageModelConfig.from_dict(config["network"])
     cutting = {name: config[name] for name in ("segment", "batch_size", "context")}

@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -97,7 +98,7 @@ def train_cell(
 
     here = means(device, config)
     task, training = kind.build(config, data)
-    forget_peak(device)
+    forget_others(device)
     training = replace(training, **here)
     about = {"data": str(data.resolve())} if data else {}
     diverged = None
@@ -163,11 +164,18 @@ def training_of(config: Config, **more: Any) -> TrainingConfig:
     return TrainingConfig(**{**values, "betas": tuple(values["betas"])})
 
 
-def forget_peak(device: str) -> None:
-    """Let the peak of memory be that of this cell: on a GPU, and on Linux that of the process."""
-    if device.startswith("cuda"):
-        import torch
+def forget_others(device: str) -> None:
+    """Let this cell be as if it were the first: the peak of memory its own, and nothing compiled.
 
+    `torch.compile` gives up on a function, without a word, after eight versions of it, and every model is another. The
+    peak is that of the GPU, and on Linux that of the process.
+    """
+    import torch
+
+    # Loaded by whatever compiles first, in a second or two.
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
     elif (path := Path("/proc/self/clear_refs")).exists():
         # Some containers forbid it: the peak is then that of the process so far.
