@@ -8,6 +8,7 @@ from fastweights.experiments import EXPERIMENTS, speed, table2, table3, table4, 
 from fastweights.experiments.base import Results
 from fastweights.experiments.perplexity import best_of, is_lower
 from fastweights.experiments.store import Store
+from fastweights.experiments.trained import training_of
 from fastweights.report.figures import STYLES, draw
 from fastweights.training.language import plan
 from tests.experiments.language_fakes import cells, given, metrics, record, results, verdicts
@@ -28,7 +29,9 @@ def test_equal_cells_of_several_tables_are_one():
     slugs = {cell.slug for name in TABLES[:4] for cell in cells(name)}
     assert len(slugs) == 10 + 3 + 4 + 4
     small = {cell.slug for name in TABLES[:4] for cell in cells(name, "small")}
-    assert {cell.slug for name in ("wikitext2", "wikipedia") for cell in cells(name, "small")} <= small
+    assert {
+        cell.slug for name in ("wikitext2", "wikipedia", "wikipedia-fast") for cell in cells(name, "small")
+    } <= small
 
 
 def test_the_paper_scale_is_the_papers():
@@ -250,6 +253,19 @@ def test_carried_rows_of_wikipedia_are_read_in_one_go():
     how = {cell.config["model"]: cell.config["evaluations"] for cell in cells("wikipedia")}
     assert how["delta-carried"] == how["linear-carried"] == [{"name": "carried", "batch": 1}]
     assert how["delta-nopos"] == how["delta"] == [{"name": "sliding", "stride": 8}]
+
+
+def test_the_fast_recipe_is_one_for_all_and_no_cell_is_the_papers():
+    fast = cells("wikipedia-fast")
+    assert not {cell.slug for cell in fast} & {cell.slug for cell in cells("wikipedia")}
+    assert len({json.dumps(cell.config["training"]) for cell in fast}) == 1
+    usual = {cell.config["model"]: cell.config for cell in cells("wikipedia")}
+    for cell in fast:
+        network = cell.config["network"]
+        assert network | {"dropout": 0.1} == usual[cell.config["model"]]["network"]
+        assert cell.config["steps"] == usual[cell.config["model"]]["steps"]
+    assert all("optimizer" not in config["training"] for config in usual.values()), "cells of before keep their names"
+    assert training_of(fast[0].config).optimizer == fast[0].config["training"].get("optimizer", "adam")
 
 
 def test_claims_of_speed():

@@ -23,6 +23,7 @@ SMALL: dict[str, Pair] = {name: {**table5.PAPER, **table2.PAPER[128]}[name] for 
 MEDIUM: dict[str, Pair] = {
     name: pair for name, pair in {**table3.PAPER, **table4.PAPER}.items() if name in (*ABLATION, *CARRIED)
 }
+PAPER = {128: SMALL, 256: MEDIUM}
 # Five passes over 104 million words in steps of 96 x 256.
 FULL = Language(presets={128: "small"}, settings={"steps": 21_000, "precision": "bf16-mixed"}, stride=8)
 COSTS = {
@@ -82,5 +83,5 @@ EXPERIMENT = language.experiment(
     models=LABELS,
     scales=SCALES,
     claims=claims,
-    table=perplexity.table(LABELS, {128: SMALL, 256: MEDIUM}),
+    table=perplexity.table(LABELS, PAPER),
 )
