@@ -52,15 +52,18 @@ class Muon(Adam):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all groups."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         groups = self.param_groups
         for group in groups:
             if group.get("muon"):
                 self._turn(group)
         self.param_groups = _of_adam(groups)
         try:
-            return super().step(closure)
+            super().step()
         finally:
             self.param_groups = groups
+        return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Adam looks for its own state in every group.
@@ -80,12 +83,12 @@ class Muon(Adam):
                 gradient = gradient / scale
             after = before.lerp(gradient, 1 - MOMENTUM)
             turn = orthogonalize(gradient.lerp(after, MOMENTUM)) * math.sqrt(max(1.0, shape[0] / shape[1]))
-            turn, shrink = turn * group["lr"], 1 - group["lr"] * group["weight_decay"]
+            turn, shrink = turn * group["lr"], torch.as_tensor(1 - group["lr"] * group["weight_decay"])
             if broken is not None:
-                # Where, not times: what is not a number stays none when it is multiplied by 0.
+                # Filled, not multiplied by 0, which what is not a number survives.
                 skip = broken > 0
-                after, turn = torch.where(skip, before, after), torch.where(skip, 0.0, turn)
-                shrink = torch.where(skip, 1.0, torch.as_tensor(shrink, dtype=turn.dtype, device=turn.device))
+                after = torch.where(skip, before, after)
+                turn, shrink = turn.masked_fill(skip, 0.0), shrink.masked_fill(skip, 1.0)
             torch._foreach_copy_(memory, after.unbind())
             if group["weight_decay"]:
                 torch._foreach_mul_(weights, shrink)
