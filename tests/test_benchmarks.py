@@ -6,10 +6,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fastweights.benchmarks import lm, memory, retrieval, translation
+from fastweights.benchmarks import lm, lm_agreement, memory, retrieval, translation
 from fastweights.cli import app
 from fastweights.data.synthetic import training_batches
 from fastweights.training.retrieval import Cell, RetrievalConfig
+from tests.training.small_text import small_corpus
 
 
 def record_of(tmp_path, name, *options):
@@ -109,3 +110,66 @@ def test_random_words_are_as_frequent_as_in_text():
     counts = torch.bucketize(words, torch.tensor([20_000, 40_000, 200_000]), right=True).bincount(minlength=4)
     shares = counts / len(words)
     torch.testing.assert_close(shares, torch.tensor([0.934, 0.031, 0.032, 0.003]), atol=0.01, rtol=0)
+
+
+AGREEING = {**SHORT, "d_model": 16, "d_ff": 16, "segment": 12, "batch_size": 8, "eval_batch": 4, "lr": 0.02}
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """Ways of training beside those there are: "again", which is plain, and "other", with another loss."""
+    make = lm.make
+    for name in ("again", "other"):
+        monkeypatch.setitem(lm.WAYS, name, lm.WAYS["plain"])
+
+    def make_small(corpus, size, model, way, device, **changes):
+        learner = make(corpus, size, model, way, device, **{**AGREEING, **changes})
+        if way == "other":
+            loss = learner._loss
+
+            def root_mean_square(network, batch, carry):
+                found = loss(network, batch, carry)
+                nll, _ = network.loss(batch.inputs, batch.targets, None)
+                return found._replace(loss=nll.square().mean().sqrt())
+
+            learner._loss = root_mean_square
+        return learner
+
+    monkeypatch.setattr(lm, "make", make_small)
+
+
+def test_lm_agreement_is_exact_for_the_same_computation_and_notices_another(tmp_path, ways):
+    corpus = small_corpus(tmp_path)
+    found = lm.agreement(corpus, "tiny", "delta", ["plain", "again", "torch", "other"], "cpu", 20, steps=20)
+    assert found["largest_difference"]["again"] == 0.0
+    assert 0.0 < found["largest_difference"]["torch"] < 1e-4, "another order of the same sums"
+    assert found["largest_difference"]["other"] > lm.AGREEMENT and not found["agree"]
+    assert found["losses"]["plain"][-1] < found["losses"]["plain"][0] - 0.3, "it has to learn for this to say anything"
+    ending = lm_agreement.perplexities(corpus, "tiny", "delta", ["plain", "again", "other"], "cpu", 40)
+    assert ending["largest_difference"]["again"] == 0.0
+    assert ending["largest_difference"]["other"] > lm_agreement.ENDING and not ending["agree"]
+
+
+def test_losses_that_are_not_numbers_do_not_agree():
+    assert lm.furthest([1.0, float("nan")], [1.0, 1.0]) == float("inf")
+    assert lm.furthest([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
+
+
+def test_lm_agreement_writes_what_it_found(tmp_path, ways):
+    small_corpus(tmp_path)
+    out = tmp_path / "agreement.json"
+    command = ["bench", "lm-agreement", "--corpus", str(tmp_path / "corpus"), "--size", "tiny", "--device", "cpu"]
+    command += ["--losses", "12", "--steps", "25", "--batch", "6", "--out", str(out)]
+    result = CliRunner().invoke(app, [*command, "--ways", "plain,bf16"])
+    record = json.loads(out.read_text())
+    (row,) = record["rows"]
+    assert record["benchmark"] == "lm-agreement" and "commit" in record and "hardware" in record
+    assert len(row["losses"]["losses"]["plain"]) == 12 and row["losses"]["agree"]
+    assert row["perplexity"]["ways"]["bf16"]["training_curve"][-1][0] == 25
+    exact, found = (row["perplexity"]["ways"][way]["valid"]["ppl"] for way in ("plain", "bf16"))
+    assert row["perplexity"]["largest_difference"]["bf16"] == pytest.approx(abs(found / exact - 1))
+    assert row["agree"] is (result.exit_code == 0) and row["changes"] == {"batch_size": 6}
+    assert CliRunner().invoke(app, [*command, "--ways", "plain,other"]).exit_code == 1
+    assert json.loads(out.read_text())["rows"][0]["agree"] is False
+    alone = CliRunner().invoke(app, [*command, "--ways", "plain"])
+    assert alone.exit_code == 2 and "two ways of training" in alone.output

@@ -107,7 +107,7 @@ def lm(
         str, typer.Option(help="Of transformer, linear, delta, performer, performer-delta, dpfp, dpfp-delta and xl.")
     ] = "transformer,delta,linear,dpfp-delta,performer-delta",
     ways: Annotated[
-        str, typer.Option(help="Of plain, bf16, graph, compiled and fast; others are compared with the first.")
+        str, typer.Option(help="Of torch, plain, bf16, graph, compiled and fast; others are compared with the first.")
     ] = "plain,fast",
     corpus: Annotated[
         Path | None, typer.Option(help="A prepared corpus.", show_default="random words, as frequent as in text")
@@ -123,6 +123,30 @@ def lm(
     with input_errors(ValueError, OSError):
         names = (sizes.split(","), models.split(","), ways.split(","))
         right = run(out, *names, corpus, device, steps, compared)
+    if not right:
+        raise typer.Exit(1)
+
+
+@bench.command()
+def lm_agreement(
+    corpus: Annotated[Path, typer.Option(help="A prepared corpus.")],
+    out: Annotated[Path | None, typer.Option(help="Write what was found to this JSON file.")] = None,
+    size: Annotated[str, typer.Option(help="small, medium or tiny.")] = "small",
+    model: Annotated[str, typer.Option(help="As in bench lm.")] = "delta",
+    ways: Annotated[str, typer.Option(help="As in bench lm; the first is what the others should do.")] = "torch,fast",
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    losses: Annotated[int, typer.Option(min=1, help="First losses to compare, without dropout.")] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Updates before perplexities are compared.")] = 2000,
+    batch: Annotated[int | None, typer.Option(min=1, help="Segments in a step.", show_default="the size's")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="the size's")] = None,
+) -> None:
+    """Is the fast way of training the plain one? First losses, and validation perplexity after a short training."""
+    from fastweights.benchmarks.lm_agreement import run
+    from fastweights.commands.training_options import input_errors
+
+    changes = {name: value for name, value in {"batch_size": batch, "lr": lr}.items() if value is not None}
+    with input_errors(ValueError, OSError):
+        right = run(out, size, model, ways.split(","), corpus, device, losses, steps, changes)
     if not right:
         raise typer.Exit(1)
 

@@ -4,15 +4,16 @@ import json
 
 import pytest
 
-from fastweights.experiments import EXPERIMENTS, speed, table2, table3, table4, table5
+from fastweights.experiments import EXPERIMENTS, speed, table2, table3, table4, table5, wikipedia
 from fastweights.experiments.base import Results
 from fastweights.experiments.perplexity import best_of, is_lower
 from fastweights.experiments.store import Store
+from fastweights.experiments.trained import training_of
 from fastweights.report.figures import STYLES, draw
 from fastweights.training.language import plan
 from tests.experiments.language_fakes import cells, given, metrics, record, results, verdicts
 
-TABLES = ("table2", "table3", "table4", "table5", "wikitext2", "speed")
+TABLES = ("table2", "table3", "table4", "table5", "wikitext2", "wikipedia", "speed")
 
 
 def by_model(name, scale="paper"):
@@ -28,7 +29,9 @@ def test_equal_cells_of_several_tables_are_one():
     slugs = {cell.slug for name in TABLES[:4] for cell in cells(name)}
     assert len(slugs) == 10 + 3 + 4 + 4
     small = {cell.slug for name in TABLES[:4] for cell in cells(name, "small")}
-    assert {cell.slug for cell in cells("wikitext2", "small")} <= small
+    assert {
+        cell.slug for name in ("wikitext2", "wikipedia", "wikipedia-fast") for cell in cells(name, "small")
+    } <= small
 
 
 def test_the_paper_scale_is_the_papers():
@@ -211,6 +214,60 @@ def test_claims_of_wikitext_2():
     assert verdicts("wikitext2", results("wikitext2", bad)) == [False] * 3
 
 
+WIKIPEDIA = {
+    **wikipedia.SMALL,
+    **{"delta-norm": (35.0, 36.5), "delta-nopos-norm": (33.9, 34.9), "delta-nopos": (33.2, 34.5)},
+    **{"linear-carried": (261.0, 270.0), "delta-carried": (32.0, 33.0)},
+}
+
+
+def test_claims_of_wikipedia():
+    """Four of Tables 2 and 5, three of Table 3, then the sum rule and the delta rule of Table 4."""
+
+    def judged(**changes):
+        return verdicts("wikipedia", results("wikipedia", {**WIKIPEDIA, **changes}))
+
+    assert judged() == [True] * 9
+    assert judged(**{"delta-nopos": (32.0, 33.0)})[3] is True, "other rows do not rival the Transformer"
+    assert judged(**{"delta-nopos": (34.6, 36.0)})[4:7] == [False, False, False]
+    assert judged(**{"linear-carried": (40.0, 41.0)})[7:] == [False, True]
+    assert judged(**{"linear-carried": (None, None)})[7:] == [True, True]
+    assert judged(**{"delta-carried": (34.0, 35.5)})[7:] == [True, False]
+    part = results("wikipedia", {name: WIKIPEDIA[name] for name in wikipedia.RULES})
+    assert verdicts("wikipedia", part) == [True] * 4 + [None] * 5
+
+
+def test_wikipedia_shows_the_papers_medium_models_as_such():
+    found = results("wikipedia", WIKIPEDIA)
+    rows = {row[0]: row for row in EXPERIMENTS["wikipedia"].table(found).rows}
+    assert len(rows) == 12
+    assert rows["Delta Network"][5:] == ("34.1", "35.5")
+    assert rows["Delta Network, no positions, no attention norm."][5:] == ("28.1 (D = 256)", "31.1 (D = 256)")
+    assert rows["Delta Network, carried context"][5:] == ("27.8 (D = 256)", "29.4 (D = 256)")
+    assert rows["Linear Transformer, carried context"][5:] == ("", ""), "the paper says over 260, in a claim"
+    claims = EXPERIMENTS["wikipedia"].claims(found)
+    assert all(claim.paper.startswith("medium: ") for claim in claims[4:])
+
+
+def test_carried_rows_of_wikipedia_are_read_in_one_go():
+    how = {cell.config["model"]: cell.config["evaluations"] for cell in cells("wikipedia")}
+    assert how["delta-carried"] == how["linear-carried"] == [{"name": "carried", "batch": 1}]
+    assert how["delta-nopos"] == how["delta"] == [{"name": "sliding", "stride": 8}]
+
+
+def test_the_fast_recipe_is_one_for_all_and_no_cell_is_the_papers():
+    fast = cells("wikipedia-fast")
+    assert not {cell.slug for cell in fast} & {cell.slug for cell in cells("wikipedia")}
+    assert len({json.dumps(cell.config["training"]) for cell in fast}) == 1
+    usual = {cell.config["model"]: cell.config for cell in cells("wikipedia")}
+    for cell in fast:
+        network = cell.config["network"]
+        assert network | {"dropout": 0.1} == usual[cell.config["model"]]["network"]
+        assert cell.config["steps"] == usual[cell.config["model"]]["steps"]
+    assert all("optimizer" not in config["training"] for config in usual.values()), "cells of before keep their names"
+    assert training_of(fast[0].config).optimizer == fast[0].config["training"].get("optimizer", "adam")
+
+
 def test_claims_of_speed():
     def found(**speeds):
         values = {"transformer": 33, "linear": 66, "delta": 63} | speeds
@@ -251,7 +308,7 @@ def test_a_tie_is_not_a_win():
     assert best_of(tied, "delta-nopos", ["delta"], "", "").holds is False
 
 
-@pytest.mark.parametrize("name", TABLES[:5])
+@pytest.mark.parametrize("name", TABLES[:6])
 def test_plots_and_tables(name):
     experiment = EXPERIMENTS[name]
     found = results(name, dict.fromkeys(experiment.models, (10.0, 1234.5)), more={"xl": {"evaluations": XL}})

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -105,6 +106,16 @@ def test_recipes():
     assert (xl.context, xl.steps, xl.warmup_steps, xl.segment) == ("carried", 200_000, 1000, 384)
     assert training_recipe("medium", context="carried", batch_size=7).batch_size == 7
     assert PRESETS.keys() == RECIPES.keys()
+
+
+def test_small_fast_is_the_model_of_small_with_another_recipe():
+    for mixer in MIXER_CHOICES:
+        assert replace(PRESETS["small-fast"](mixer), dropout=0.1) == small(mixer)
+    assert PRESETS["small-fast"](dropout=0.3).dropout == 0.3
+    fast, paper = RECIPES["small-fast"], RECIPES["small"]
+    assert (fast.segment, fast.batch_size) == (paper.segment, paper.batch_size)
+    assert len({str(training_recipe("small-fast", mixer, context="limited")) for mixer in MIXER_CHOICES}) == 1
+    assert all(not recipe.training for name, recipe in RECIPES.items() if name != "small-fast")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fastweights.data.parallel import ParallelCorpus
 from tests.training import small_pairs
-from tests.training.tiny import TinyTask, run
+from tests.training.tiny import TinyBlocks, TinyTask, run
 
 
 class StopsOne(TinyTask):
@@ -40,9 +40,11 @@ def translation(out, **settings):
 RUNS = {
     "ddp": lambda out: run(out, TinyTask(dropout=0.0), strategy="ddp"),
     "auto": lambda out: run(out, TinyTask(dropout=0.0, ragged=True, carried=False), accumulate=2),
+    "ddp-muon": lambda out: run(out, TinyBlocks(dropout=0.0), strategy="ddp", optimizer="muon"),
     "ddp-dropout": lambda out: run(out),
     "ddp-stopped": lambda out: run(out, StopsOne()),
     "fsdp": lambda out: run(out, TinyTask(dropout=0.0), strategy="fsdp"),
+    "fsdp-muon": lambda out: run(out, TinyBlocks(dropout=0.0), strategy="fsdp", optimizer="muon"),
     "fsdp-accumulated": lambda out: run(
         out, TinyTask(dropout=0.0, ragged=True, carried=False), strategy="fsdp", accumulate=2
     ),

@@ -13,7 +13,7 @@ from fastweights.training.distributed import launch
 from fastweights.training.logger import read_log
 
 from . import small_pairs
-from .tiny import TinyTask, config, losses, quiet, run
+from .tiny import TinyBlocks, TinyTask, config, losses, quiet, run
 
 SCRIPT = Path(__file__).with_name("processes.py")
 PLAIN = {"dropout": 0.0}
@@ -35,13 +35,14 @@ def pair(tmp_path_factory):
     ("name", "options", "changes"),
     [
         ("ddp", PLAIN, {}),
+        ("ddp-muon", PLAIN, {"optimizer": "muon"}),
         ("auto", RAGGED, {"accumulate": 2}),
         ("fsdp", PLAIN, {}),
         ("fsdp-accumulated", RAGGED, {"accumulate": 2}),
     ],
 )
 def test_the_losses_of_one_process(tmp_path, pair, name, options, changes):
-    run(tmp_path, TinyTask(**options), **changes)
+    run(tmp_path, (TinyBlocks if "optimizer" in changes else TinyTask)(**options), **changes)
     for kind, value in [("train", "loss"), ("train", "grad_norm"), ("train", "tokens"), ("valid", "loss")]:
         theirs = dict(losses(pair[0] / name, kind, value))
         assert theirs and theirs == pytest.approx(dict(losses(tmp_path, kind, value)), rel=2e-5)
@@ -89,7 +90,8 @@ def test_errors_reach_both_processes(pair):
     for found in pair[1]:
         assert found["refused"].startswith("RunError") and "task.dropout: 0.0 there, 0.5 asked for" in found["refused"]
         assert found["diverged"].startswith("Diverged: the loss or gradient of step 8")
-    assert set(pair[1][0]) == {"ddp-stopped", "fsdp-stopped", "fsdp-half", "refused", "diverged"}
+        assert "ValueError: optimizer 'muon' needs whole matrices, and strategy 'fsdp' cuts" in found["fsdp-muon"]
+    assert set(pair[1][0]) == {"ddp-stopped", "fsdp-stopped", "fsdp-half", "fsdp-muon", "refused", "diverged"}
 
 
 def test_torchrun_has_the_last_word_on_processes(monkeypatch):

@@ -8,14 +8,16 @@ import json
 import os
 import signal
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from fastweights.models.presets import RECIPES
 from fastweights.training.evaluate import Protocol, measure
 from fastweights.training.folder import RunError
-from fastweights.training.language import LanguageTask
+from fastweights.training.language import LanguageTask, plan
 from fastweights.training.language_run import LanguageRun, keep_vocabulary
 from fastweights.training.signals import Interrupted
 
@@ -130,6 +132,19 @@ def test_what_is_not_given_follows_from_what_is(corpus):
     carried = small_task(corpus, "performer", context="carried")[0].model
     assert carried.feature_map_options["redraw"] is False and carried.positions == "none"
     assert small_task(corpus, "dpfp", rule="delta", feature_map_options={"nu": 3})[0].model.normalization == "sum"
+
+
+def test_a_recipe_can_have_any_field_of_training(monkeypatch):
+    recipe = replace(RECIPES["tiny"], training={"schedule": "linear", "optimizer": "muon", "muon_lr": 0.03})
+    monkeypatch.setitem(RECIPES, "tiny", recipe)
+    taken = plan(30, preset="tiny").training
+    assert (taken.schedule, taken.optimizer, taken.muon_lr) == ("linear", "muon", 0.03)
+    assert plan(30, preset="tiny", muon_lr=0.1, schedule="cosine").training == replace(
+        taken, muon_lr=0.1, schedule="cosine"
+    )
+    assert plan(30, preset="tiny", optimizer="adam").training == replace(taken, optimizer="adam", muon_lr=0.02)
+    with pytest.raises(ValueError, match="muon_lr is for optimizer 'muon'"):
+        plan(30, preset="tiny", optimizer="adam", muon_lr=0.1)
 
 
 def test_describes_itself_for_json(corpus):

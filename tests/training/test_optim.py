@@ -43,6 +43,9 @@ def test_other_schedules():
     assert [learning_rate(root, t) for t in (50, 100, 400)] == pytest.approx([0.5, 1.0, 0.5])
     line = config(steps=1000, lr=1.0, warmup=100, schedule="linear")
     assert [learning_rate(line, t) for t in (50, 100, 550, 1000)] == pytest.approx([0.5, 1.0, 0.5, 0.0])
+    trapezoid = config(steps=1000, lr=2.0, warmup=100, schedule="trapezoid", cooldown=0.4)
+    rates = [learning_rate(trapezoid, t) for t in (50, 100, 600, 800, 999, 1000)]
+    assert rates == pytest.approx([1.0, 2.0, 2.0, 1.0, 0.005, 0.0])
     flat = config(steps=1000, lr=1.0, warmup=0, schedule="constant")
     assert [learning_rate(flat, t) for t in (0, 999)] == [1.0, 1.0]
 

@@ -106,3 +106,10 @@ def run(out, task=None, fresh=False, minutes=None, console=None, **changes):
 def losses(out, kind="train", name="loss"):
     """(step, loss) of every record."""
     return [(r["step"], r[name]) for r in read_log(Path(out) / "log.jsonl") if r["kind"] == kind]
+
+
+class TinyBlocks(TinyTask):
+    """The same with its layers named as blocks, whose matrices Muon can turn."""
+
+    def regions(self, model):
+        return list(model.layers)

@@ -51,7 +51,9 @@ app.command()(mt)
 
 @app.command()
 def lm(
-    preset: Annotated[str, typer.Option(help="small, medium or tiny: sizes and recipe; see models/presets.py.")],
+    preset: Annotated[
+        str, typer.Option(help="small, small-fast, medium or tiny: sizes and recipe; see models/presets.py.")
+    ],
     mixer: Annotated[str, typer.Option(help="delta, linear, performer, dpfp, transformer or xl.")] = "delta",
     data: Annotated[
         Path | None, typer.Option(help="A prepared corpus.", show_default=f"{EMBEDDED}, prepared on first use")

@@ -14,11 +14,12 @@ from fastweights.experiments import (
     table5,
     table6,
     wikipedia,
+    wikipedia_fast,
     wikitext2,
 )
 from fastweights.experiments.base import Experiment
 
 _FIGURES = (fig1_dpfp, fig2_capacity, fig3_update_rules, fig4_curves600, fig5_capacity2)
-_TABLES = (table1, table2, table3, table4, table5, table6, wikitext2, wikipedia, speed)
+_TABLES = (table1, table2, table3, table4, table5, table6, wikitext2, wikipedia, wikipedia_fast, speed)
 
 EXPERIMENTS: dict[str, Experiment] = {file.EXPERIMENT.name: file.EXPERIMENT for file in (*_FIGURES, *_TABLES)}

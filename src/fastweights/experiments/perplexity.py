@@ -93,7 +93,7 @@ def against(paper: Mapping[int, Mapping[str, Pair]], model: str, other: str) -> 
 def table(labels: Mapping[str, str], paper: Mapping[int, Mapping[str, Pair]]) -> Callable[[Results], Table]:
     """`Experiment.table`: a row for each size and model, validation and test perplexity, ours and the paper's.
 
-    Where the paper has no model of that size, its smallest stands there with its size.
+    Where the paper has no such model of that size, the smallest it has stands there with its size.
     """
 
     def table(results: Results) -> Table:
@@ -104,12 +104,12 @@ def table(labels: Mapping[str, str], paper: Mapping[int, Mapping[str, Pair]]) ->
                 ours = mean(results, model, size)
                 if ours is None:
                     continue
-                theirs = next((row.get(model) for at, row in paper.items() if at == size), None)
-                if theirs is None and paper:
-                    theirs = paper[min(paper)].get(model)
+                known = sorted(at for at, row in paper.items() if model in row)
+                at = size if size in known or not known else known[0]
+                theirs = paper.get(at, {}).get(model)
                 parameters = results.of(model, size)[0].metrics.get("parameters")
                 count = "" if parameters is None else f"{parameters / 1e6:.2f} M"
-                beside = beside_ours(theirs, size, min(paper, default=size) if size not in paper else size)
+                beside = beside_ours(theirs, size, at)
                 rows.append((label, str(size), *map(show, ours), count, *(beside if paper else ())))
         return Table((*header, *(PAPER_HEADER if paper else ())), tuple(rows))
 

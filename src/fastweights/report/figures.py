@@ -75,12 +75,12 @@ STYLES = {
     "performer-8": Style("#8a5a00", ">", "-"),
     "performer-wide": Style("#f0b400", "v", ":"),
     "performer-wide-delta": Style("#8a5a00", ">", "--"),
-    "delta-norm": Style("#d55e00", "s"),
+    "delta-norm": Style("#7e3f66", "p"),
     "delta-nopos-norm": Style("#cc79a7", "X"),
     "delta-nopos": Style("#0072b2", "^"),
-    "linear-carried": Style("#cc79a7", "X"),
+    "linear-carried": Style("#d55e00", "X", ":"),
     "linear-carried-nonorm": Style("#7e3f66", "P"),
-    "delta-carried": Style("#009e73", "D"),
+    "delta-carried": Style("#009e73", "X", ":"),
     "xl": Style("#1b1f24", "o"),
 }
 _SURFACES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -13,18 +13,26 @@ STRATEGIES = ("auto", "single", "ddp", "fsdp")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 # Those that make CUDA graphs of the loss alone.
 GRAPHING_MODES = ("reduce-overhead", "max-autotune")
-# Share of the full rate at update t of T, counted from 0, once the warm-up of w updates is over.
-SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
-    "cosine": lambda t, T, w: 0.5 * (1 + math.cos(math.pi * t / T)),
-    "inverse_sqrt": lambda t, T, w: math.sqrt(max(w, 1) / max(t, 1)),
-    "linear": lambda t, T, w: 1 - (t - w) / (T - w),
-    "constant": lambda t, T, w: 1.0,
+OPTIMIZERS = ("adam", "muon")
+# Share of the full rate at update t of T, counted from 0, once the warm-up of w updates is over; c is the cooldown.
+SCHEDULES: dict[str, Callable[[int, int, int, float], float]] = {
+    "cosine": lambda t, T, w, c: 0.5 * (1 + math.cos(math.pi * t / T)),
+    "inverse_sqrt": lambda t, T, w, c: math.sqrt(max(w, 1) / max(t, 1)),
+    "linear": lambda t, T, w, c: 1 - (t - w) / (T - w),
+    "trapezoid": lambda t, T, w, c: min(1.0, (T - t) / (c * T)),
+    "constant": lambda t, T, w, c: 1.0,
 }
 
 
 def _free(default: Any) -> Any:
     """A field that may differ when a run goes on."""
     return field(default=default, metadata={"free": True})
+
+
+def _only(default: Any, **owner: str) -> Any:
+    """A field that does something only where another has that value. Elsewhere it is not described, so that what was
+    named by its description before there was such a field keeps its name."""
+    return field(default=default, metadata={"only": next(iter(owner.items()))})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +42,9 @@ class TrainingConfig:
     Args:
         steps: updates of the weights.
         lr, warmup, schedule: see `optim.learning_rate`.
+        cooldown: the share of the steps, at their end, in which "trapezoid" falls to 0.
+        optimizer: "adam"; or "muon" for the matrices inside the task's `regions`, with Adam for all else.
+        muon_lr: the full rate of Muon's matrices, where `lr` is that of all else.
         first_step_full: the very first update takes the full `lr`, as the authors' code does by setting the rate after
             the update; otherwise it takes the rate of the second.
         betas, eps: of Adam.
@@ -71,6 +82,9 @@ class TrainingConfig:
     accumulate: int = 1
     precision: str = "32-true"
     seed: int = 1111
+    cooldown: float = _only(0.2, schedule="trapezoid")
+    optimizer: str = _only("adam", optimizer="muon")
+    muon_lr: float = _only(0.02, optimizer="muon")
     eval_every: int | None = _free(4000)
     log_every: int = _free(200)
     checkpoint_every: int | None = _free(None)
@@ -100,9 +114,17 @@ class TrainingConfig:
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise ValueError(f"lr must be a finite number of at least 0, got {self.lr!r}")
         choices = {"schedule": tuple(SCHEDULES), "precision": PRECISIONS, "strategy": STRATEGIES}
+        choices["optimizer"] = OPTIMIZERS
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if not 0 < self.cooldown <= 1:
+            raise ValueError(f"cooldown must be a share of the steps above 0 and at most 1, got {self.cooldown!r}")
+        if self.optimizer == "muon" and not (self.lr > 0 and 0 < self.muon_lr < math.inf):
+            raise ValueError(f"optimizer 'muon' needs lr and muon_lr above 0, got {self.lr!r} and {self.muon_lr!r}")
+        for name, (owner, value) in self.idle(vars(self)).items():
+            if getattr(self, name) != getattr(type(self), name):
+                raise ValueError(f"{name} is for {owner} {value!r}; with {getattr(self, owner)!r} leave it out")
         if self.compile is not None and self.compile not in COMPILE_MODES:
             raise ValueError(f"compile must be None or one of {', '.join(COMPILE_MODES)}, got {self.compile!r}")
         if self.graph and self.compile in GRAPHING_MODES:
@@ -113,8 +135,15 @@ class TrainingConfig:
             )
 
     def describe(self) -> dict[str, Any]:
-        """All fields, for JSON."""
-        return json.loads(json.dumps(asdict(self)))
+        """All fields that do something, for JSON."""
+        idle = self.idle(vars(self))
+        return json.loads(json.dumps({name: value for name, value in asdict(self).items() if name not in idle}))
+
+    @classmethod
+    def idle(cls, values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+        """Names of the fields that do nothing beside these values, and which field would need which value."""
+        owned = {f.name: f.metadata["only"] for f in fields(cls) if "only" in f.metadata}
+        return {name: only for name, only in owned.items() if values.get(only[0], getattr(cls, only[0])) != only[1]}
 
     @classmethod
     def free(cls) -> set[str]:

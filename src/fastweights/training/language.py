@@ -181,7 +181,10 @@ def plan(
         "clip": recipe.clip,
     }
     schedule = {"steps": recipe.steps, "lr": recipe.lr, "warmup": recipe.warmup_steps}
-    training = {**defaults, **training, **schedule}
+    # Of the recipe only what still does something: the rate of an optimiser goes with it.
+    idle = TrainingConfig.idle({**recipe.training, **training})
+    usual = {name: value for name, value in recipe.training.items() if name not in idle}
+    training = {**defaults, **usual, **training, **schedule}
     eval_batch, documents = task.get("eval_batch", EVAL_BATCH), task.get("documents", "none")
     return Plan(config, recipe, eval_batch, documents, TrainingConfig(**training))
 

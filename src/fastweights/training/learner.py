@@ -47,7 +47,9 @@ class Learner:
         snapshot.seed_everything(config.seed)
         self.model: nn.Module = task.build()
         self._module = fabric.setup_module(Objective(self.model.to(self.device)))
-        self._optimizer = task.optimizer(self.model, config) or make_optimizer(self.model, config)
+        self._optimizer = task.optimizer(self.model, config) or make_optimizer(
+            self.model, config, task.regions(self.model)
+        )
         self._wrapped_optimizer: Any = fabric.setup_optimizers(self._optimizer)
         self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)

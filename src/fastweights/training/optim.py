@@ -11,43 +11,67 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from fastweights.training.config import SCHEDULES, TrainingConfig
+from fastweights.training.muon import Muon, hidden_weights
 
 
 def learning_rate(config: TrainingConfig, t: int) -> float:
     """The rate of update t, counted from 0: lr * t / warmup below the warm-up, then the schedule.
 
     "cosine" is the authors' closed form lr / 2 * (1 + cos(pi t / steps)), which counts from 0 and not from the end of
-    the warm-up; "inverse_sqrt" is lr * sqrt(warmup / t); "linear" falls to 0 from the end of the warm-up. Update 0
-    would have rate 0; it takes that of update 1, or the full one under `first_step_full`.
+    the warm-up; "inverse_sqrt" is lr * sqrt(warmup / t); "linear" falls to 0 from the end of the warm-up; "trapezoid"
+    is lr up to the cooldown and falls to 0 in it. Update 0 would have rate 0; it takes that of update 1, or the full
+    one under `first_step_full`.
     """
     if t == 0 and config.first_step_full:
         return config.lr
     t = max(t, 1)
     if t < config.warmup:
         return config.lr * t / config.warmup
-    return config.lr * SCHEDULES[config.schedule](t, config.steps, config.warmup)
+    return config.lr * SCHEDULES[config.schedule](t, config.steps, config.warmup, config.cooldown)
 
 
-def make_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
-    """Adam, or AdamW with weight decay; one fused kernel for all parameters where they are whole tensors."""
+def make_optimizer(model: nn.Module, config: TrainingConfig, regions: Iterable[nn.Module] = ()) -> Optimizer:
+    """Adam, or AdamW with weight decay; one fused kernel for all parameters where they are whole tensors.
+
+    Under `config.optimizer` "muon" the matrices inside `regions` are Muon's.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient; there is nothing to train")
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
     device = parameters[0].device
-    # A rate that lives on the device can change between replays of a CUDA graph.
-    lr = torch.tensor(config.lr, device=device) if device.type == "cuda" and not sharded else config.lr
-    options: dict[str, Any] = {"lr": lr, "betas": config.betas, "eps": config.eps}
+
+    def rate(value: float) -> Tensor | float:
+        # A rate that lives on the device can change between replays of a CUDA graph.
+        return torch.tensor(value, device=device) if device.type == "cuda" and not sharded else value
+
+    options: dict[str, Any] = {"lr": rate(config.lr), "betas": config.betas, "eps": config.eps}
     options["fused"] = not sharded and device.type in ("cpu", "cuda")
     # All it asks of the fused kernels is to let themselves be recorded.
     options["capturable"] = not sharded and device.type == "cuda"
-    if not config.weight_decay:
+    if config.optimizer == "adam" and not config.weight_decay:
         return Adam(parameters, **options)
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+    turned = set(hidden_weights(regions)) if config.optimizer == "muon" else set()
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim >= 2 and p not in turned], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return AdamW([group for group in groups if group["params"]], **options)
+    if config.optimizer == "adam":
+        return AdamW([group for group in groups if group["params"]], **options)
+    if not turned:
+        raise ValueError(
+            f"optimizer 'muon' is for the matrices inside a model's blocks, and the task names no blocks of "
+            f"{type(model).__name__}; train with optimizer 'adam'"
+        )
+    if sharded:
+        raise ValueError(
+            "optimizer 'muon' needs whole matrices, and strategy 'fsdp' cuts them up; train with strategy 'ddp', or "
+            "with optimizer 'adam'"
+        )
+    own = {"muon": True, "lr": rate(config.muon_lr), "scale": config.muon_lr / config.lr}
+    ordered = [p for p in parameters if p in turned]
+    groups.append({"params": ordered, "weight_decay": config.weight_decay, **own})
+    return Muon([group for group in groups if group["params"]], decoupled_weight_decay=True, **options)
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:

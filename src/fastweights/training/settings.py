@@ -7,12 +7,13 @@ from dataclasses import fields
 from typing import Any, get_type_hints
 
 from fastweights.ops.tables import look_up
-from fastweights.training.config import COMPILE_MODES, PRECISIONS, SCHEDULES, STRATEGIES, TrainingConfig
+from fastweights.training.config import COMPILE_MODES, OPTIMIZERS, PRECISIONS, SCHEDULES, STRATEGIES, TrainingConfig
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
     "strategy": STRATEGIES,
     "schedule": tuple(SCHEDULES),
+    "optimizer": OPTIMIZERS,
     "compile": COMPILE_MODES,
 }
 

@@ -98,10 +98,11 @@ class Task(ABC):
     def regions(self, model: nn.Module) -> Sequence[nn.Module]:
         """Parts that are alike, such as the blocks of a stack: what is compiled for one serves them all.
 
-        Without any, `loss` is compiled as a whole, which for a deep model takes minutes.
+        Without any, `loss` is compiled as a whole, which for a deep model takes minutes. Their matrices are those that
+        `TrainingConfig.optimizer` "muon" is for.
         """
         return []
 
     def optimizer(self, model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer | None:
-        """An optimiser, or None for Adam; the rate of a group is the schedule's times the group's "scale", if any."""
+        """An optimiser, or None for the configuration's; a group's rate is the schedule's times its "scale", if any."""
         return None
