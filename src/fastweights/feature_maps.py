@@ -221,9 +221,13 @@ class FAVOR(FeatureMap):
         with torch.autocast(x.device.type, enabled=False):
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             wide = wide * self.d_key**-0.25 if self.scale else wide
-            projected = wide @ self.projection.to(wide.dtype).mT
-            exponent = torch.cat([projected, -projected], -1)
+            rows = self.projection.to(wide.dtype)
+            both = torch.cat([rows, -rows])
             if self.stabilize:
+                exponent = wide @ both.mT
                 return (exponent - exponent.detach().amax(-1, keepdim=True)).exp().to(x.dtype)
-            exponent = exponent - wide.square().sum(-1, keepdim=True) / 2
-            return ((exponent.exp()) / math.sqrt(2 * self.m)).to(x.dtype)
+            # What is subtracted is one more entry of x, and its factor one of each row: 2 m entries a token are then
+            # passed over once for the exponent and once for the exponential.
+            shift = wide.square().sum(-1, keepdim=True) / 2 + math.log(2 * self.m) / 2
+            exponent = torch.cat([wide, shift], -1) @ torch.cat([both, both.new_full((2 * self.m, 1), -1.0)], -1).mT
+            return exponent.exp().to(x.dtype)

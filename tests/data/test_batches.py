@@ -62,6 +62,12 @@ def test_what_a_batch_holds(split):
     assert batch.tokens == sum(len(split.target(int(number))) + 1 for number in batches.rows(5))
 
 
+def test_many_sentences_are_those_one_by_one(split):
+    numbers = np.array([3, 0, 3, len(split) - 1])
+    for side, one in (("source", split.source), ("target", split.target)):
+        assert split.tokens(side, numbers).tolist() == [t for number in numbers for t in one(int(number)).tolist()]
+
+
 def test_batches_are_of_like_length(split):
     """Sorting leaves little padding: no more than one bucket's width a sentence, and what mixes at the borders."""
     batches = split.batches(400, seed=0, max_length=None, shuffle=True)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fastweights.benchmarks import lm
-from fastweights.layers import adaptive_check, feedforward_fused
+from fastweights.layers import adaptive_check, feedforward_fused, smoothed
+from fastweights.ops.linear_attention import linear_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,6 +31,26 @@ def test_feedforward(d_model, p):
     for tokens in (1, 129, 1000):
         errors = feedforward_fused.compare(torch.bfloat16, d_model, 300, CUDA, tokens, p)
         assert all(error < feedforward_fused.LIMIT for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("dtype", smoothed.LIMITS, ids=str)
+@pytest.mark.parametrize("words", [5, smoothed.BLOCK, 32_000])
+def test_smoothed_losses(dtype, words):
+    errors = smoothed.compare(dtype, CUDA, 700, words)
+    assert all(error < smoothed.LIMITS[dtype] for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("D", [64, 512])
+def test_products_of_16_bits_in_linear_attention(D):
+    """Off by no more than a few roundings of the result, in values and gradients."""
+    exact = [torch.rand(3, n, 8, d, device=CUDA).bfloat16().double() for n, d in ((33, D), (57, D), (57, 64))]
+    mask = torch.arange(57, device=CUDA) < torch.tensor([[57], [20], [1]], device=CUDA)
+    ours, theirs = ([x.to(dtype).requires_grad_() for x in exact] for dtype in (torch.bfloat16, torch.float64))
+    found, wanted = linear_attention(*ours, mask), linear_attention(*theirs, mask)
+    pairs = [(found, wanted)]
+    pairs += zip(*(torch.autograd.grad(y.square().sum(), x) for y, x in ((found, ours), (wanted, theirs))), strict=True)
+    for a, b in pairs:
+        assert (a.double() - b).norm() < 2e-2 * b.norm()
 
 
 @pytest.mark.parametrize("model", lm.MODELS)

@@ -158,6 +158,12 @@ def test_what_is_not_given_follows_from_what_is(corpus):
     assert learning_rate(big.training, 16_000) == pytest.approx(5e-4 / 2)
     assert big.model.attentions == ("performer",) * 3 and big.model.d_dot("performer") == 256
     assert plan_translation(100, preset="big", steps=100, warmup=7, accumulate=2).training.accumulate == 2
+    # A training too short to learn from features that change keeps them, unless it says otherwise.
+    short = {"preset": "base", "steps": 2000}
+    assert big.model.redraw and not plan_translation(100, attention="performer", **short).model.redraw
+    assert not plan_translation(100, cross="performer", **short).model.redraw
+    assert plan_translation(100, attention="performer", redraw=True, **short).model.redraw
+    assert plan_translation(100, attention="dpfp", **short).model.nu is None
     delta = plan_translation(100, preset="tiny", attention="dpfp", rule="delta", cross="softmax").model
     assert (delta.rule, delta.normalization, delta.cross) == ("delta", "sum", "softmax")
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastweights.benchmarks.record import write_record
+from fastweights.layers.softmax import expect_many_lengths
 from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_presets import PRESETS
 
@@ -40,9 +41,10 @@ class Case:
 
     def __init__(self, attention: str, length: int, preset: str, device: str, autocast: bool) -> None:
         torch.manual_seed(SEED)
+        expect_many_lengths()
         self.device, self.length, self.autocast = torch.device(device), length, autocast
         self.model = TranslationModel(PRESETS[preset](attention, vocab_size=WORDS)).to(device)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5, fused=True)
         tokens, self.sentences = SIZES[self.device.type]
         self.train_rows = max(1, tokens // length)
         self.source = torch.randint(4, WORDS, (max(self.train_rows, self.sentences), length), device=device)

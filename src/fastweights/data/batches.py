@@ -142,8 +142,7 @@ class PairBatches:
         width = -(-(int(lengths[whole].max()) + 1) // self.pad_to) * self.pad_to
         size, place = lengths[pairs][:, None], np.arange(width)
         ids = np.full((len(pairs), width), PAD, dtype=np.int64)
-        read = self.split.source if side == "source" else self.split.target
-        ids[place < size] = np.concatenate([read(int(pair)) for pair in pairs])
+        ids[place < size] = self.split.tokens(side, pairs)
         ids[place == size] = EOS
         return ids, place <= size
 

@@ -52,6 +52,13 @@ class ParallelSplit:
         starts = self._starts[side]
         return np.asarray(self._ids[side][int(starts[number]) : int(starts[number + 1])])
 
+    def tokens(self, side: str, numbers: Integers) -> np.ndarray:
+        """Token numbers of those sentences of a side, one after another; of a thousand in one go, not one by one."""
+        lengths = self.lengths(side)[numbers]
+        before = np.cumsum(lengths) - lengths
+        first = self._starts[side][numbers].astype(np.int64)
+        return np.asarray(self._ids[side][np.repeat(first - before, lengths) + np.arange(lengths.sum())])
+
     @cached_property
     def _lengths(self) -> dict[str, Integers]:
         return {side: np.diff(starts.astype(np.int64)) for side, starts in self._starts.items()}

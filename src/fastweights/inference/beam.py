@@ -145,24 +145,28 @@ def beam_search(
         gone = len(left) < len(sentences)
         sentences = [sentences[i] for i in stay]
         if sentences and (gone or not torch.equal(rows, torch.arange(len(rows)))):
-            state = state.reorder(rows, left if gone else None)
+            # Moved once, not by each of the states.
+            state = state.reorder(rows.to(source.device), left.to(source.device) if gone else None)
     return results
 
 
 def _candidates(log_p: Tensor, scores: Tensor, last: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """The 2 k best continuations of each sentence, on the CPU: their log p, beams and words, (b, 2 k) each."""
     b, k = scores.shape
-    log_p = log_p.unflatten(0, (b, k)).double()
+    log_p = log_p.unflatten(0, (b, k)).clone()
     V = log_p.shape[-1]
-    log_p[..., [PAD, BOS]] = -torch.inf
+    log_p[..., PAD] = log_p[..., BOS] = -torch.inf
     if any(last):
         ended = torch.tensor(last, device=log_p.device)[:, None, None]
         log_p = log_p.masked_fill(ended & (torch.arange(V, device=log_p.device) != EOS), -torch.inf)
-    total = scores.to(log_p.device).unsqueeze(-1) + log_p
-    top, index = (x.cpu() for x in total.flatten(1).topk(min(2 * k, k * V), 1))
+    # The best of all beams are among the best of each.
+    kept, word = (x.cpu() for x in log_p.topk(min(2 * k, V), 2))
+    total = scores.unsqueeze(-1) + kept.double()
+    top, index = total.flatten(1).sort(dim=1, descending=True, stable=True)
+    top, index = top[:, : 2 * k], index[:, : 2 * k]
     if not bool(torch.isfinite(top[:, 0]).all()):
         raise ValueError("the model gives no finite probability to any next token; its weights are broken")
-    return top, index // V, index % V
+    return top, index // kept.shape[-1], word.flatten(1).gather(1, index)
 
 
 def _collect(

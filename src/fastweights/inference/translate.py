@@ -13,7 +13,8 @@ from fastweights.data.parallel import EOS, PAD, Tokenizer
 from fastweights.inference.beam import Search, beam_search
 from fastweights.models.translation import TranslationModel
 
-BATCH = 64
+# Beams searched at once, of all lines together: a GPU takes a thousand in little more time than a few.
+ROWS = {"cpu": 256, "cuda": 1024}
 # Batches of lines that are sorted by length together when they come as a stream.
 WINDOW = 16
 
@@ -35,7 +36,7 @@ def translate(
     *,
     beam: int = 4,
     length_penalty: float = 0.6,
-    batch: int = BATCH,
+    batch: int | None = None,
     max_length: int | None = None,
     device: str | torch.device | None = None,
     report: Report = lambda done, total: None,
@@ -53,18 +54,19 @@ def n_best(
     lines: Sequence[str],
     search: Search,
     *,
-    batch: int = BATCH,
+    batch: int | None = None,
     device: str | torch.device | None = None,
     report: Report = lambda done, total: None,
 ) -> list[list[Translation]]:
     """The n best translations of every line, best first, none for an empty one.
 
-    Lines of like length are searched together, the longest first, `batch` at a time; `report` is told how many are done
-    of how many.
+    Lines of like length are searched together, the longest first, `batch` at a time or as many as suit the device;
+    `report` is told how many are done of how many.
     """
+    device = model.embedding.weight.device if device is None else torch.device(device)
+    batch = lines_at_once(device, search) if batch is None else batch
     if batch < 1:
         raise ValueError(f"batch must be at least 1 line, got {batch}")
-    device = model.embedding.weight.device if device is None else torch.device(device)
     training = model.training
     model.to(device).eval()
     results: list[list[Translation]] = [[] for _ in lines]
@@ -92,14 +94,21 @@ def stream(
     lines: Iterable[str],
     search: Search,
     *,
-    batch: int = BATCH,
+    batch: int | None = None,
     window: int | None = None,
     device: str | torch.device | None = None,
 ) -> Iterator[list[Translation]]:
     """As `n_best` for lines without end, in their order: `window` at a time, or so many that lengths can be sorted."""
+    device = model.embedding.weight.device if device is None else torch.device(device)
+    batch = lines_at_once(device, search) if batch is None else batch
     source = iter(lines)
     while read := list(islice(source, window or WINDOW * batch)):
         yield from n_best(model, tokenizer, read, search, batch=batch, device=device)
+
+
+def lines_at_once(device: torch.device, search: Search) -> int:
+    """How many lines a batch has where nobody says: so many that their beams fill the device."""
+    return max(1, ROWS.get(device.type, ROWS["cpu"]) // search.beam)
 
 
 def pad_sources(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ An encoder reads the sentence that it remembers, a decoder reads that of the enc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -121,9 +121,17 @@ class FastWeightReading(Reading):
 
     def _write(self, k: Tensor, v: Tensor, mask: Tensor | None) -> FastWeightState:
         # Random features are drawn here and stay: a memory can only be read with those it was written with.
-        return write_memory(self.feature_map(k).to(v.dtype), v, mask)
+        return write_memory(self._heads_first(self.feature_map, k).to(v.dtype), v, mask)
 
     def _read(self, q: Tensor, memory: Any) -> Tensor:
         if not isinstance(memory, FastWeightState):
             raise TypeError(f"the memory must be a FastWeightState, got {type(memory).__name__}")
-        return read_memory(self.feature_map.map(q).to(q.dtype), memory)
+        return read_memory(self._heads_first(self.feature_map.map, q).to(q.dtype), memory)
+
+    @staticmethod
+    def _heads_first(phi: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """phi(x), (B, S, H, D), with the tokens of a head one after another in memory, as products want them.
+
+        x has a few times fewer numbers than phi(x), and is moved instead of it.
+        """
+        return phi(x.transpose(1, 2).contiguous()).transpose(1, 2)

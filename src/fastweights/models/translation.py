@@ -18,6 +18,7 @@ from fastweights.layers.feedforward import FeedForward
 from fastweights.layers.mixers import StackState
 from fastweights.layers.positions import encode_positions
 from fastweights.layers.reading import FastWeightReading, Reading, SoftmaxReading
+from fastweights.layers.smoothed import smoothed_nll
 from fastweights.layers.softmax import SoftmaxAttention
 from fastweights.models.translation_config import ATTENTIONS, TranslationModelConfig
 from fastweights.ops.state import State
@@ -203,11 +204,7 @@ class TranslationModel(nn.Module):
             nll = -log_p[following]
             (1 - smoothing) * nll - smoothing * log_p.mean(-1), nll
         """
-        logits = self(source, mask, target)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        total = logits.logsumexp(-1)
-        nll = total - logits.gather(-1, following.unsqueeze(-1)).squeeze(-1)
-        return nll if not smoothing else torch.lerp(nll, total - logits.mean(-1), smoothing), nll
+        return smoothed_nll(self(source, mask, target), following, smoothing)
 
     def encode(self, source: Tensor, mask: Tensor | None = None) -> TranslationState:
         """Read source sentences (B, S), once: the state that decoding begins with."""

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from fastweights.data.parallel import PairBatch, ParallelCorpus
-from fastweights.inference.translate import BATCH, translate
+from fastweights.inference.translate import translate
+from fastweights.layers.softmax import expect_many_lengths
 from fastweights.models.translation import TranslationModel
-from fastweights.models.translation_config import ATTENTIONS, TranslationModelConfig
+from fastweights.models.translation_config import ATTENTIONS, POSITIONS, TranslationModelConfig
 from fastweights.models.translation_presets import PRESETS, TranslationRecipe, translation_recipe
 from fastweights.ops.tables import look_up
 from fastweights.training.bleu import Bleu, bleu, require_sacrebleu
@@ -106,6 +107,7 @@ class TranslationTask(Task):
     def place(self, device: torch.device) -> None:
         """Batches are made on the host, in memory that a GPU can copy from while it computes."""
         self._device = device
+        expect_many_lengths()
 
     def batch(self, index: int, rank: int, world: int) -> PairBatch:
         """This process' pairs of the batch of that number."""
@@ -144,7 +146,7 @@ class TranslationTask(Task):
 
     def _bleu(self, model: TranslationModel) -> Bleu:
         pairs, count = self.corpus.split("valid"), self.bleu_sentences
-        found = translate(model, self.corpus.tokenizer, pairs.sources[:count], beam=self.bleu_beam, batch=2 * BATCH)
+        found = translate(model, self.corpus.tokenizer, pairs.sources[:count], beam=self.bleu_beam)
         return bleu(found, pairs.targets[:count])
 
     def describe(self) -> dict[str, Any]:
@@ -177,7 +179,8 @@ def plan_translation(
     """A preset of `models.translation_presets` for a vocabulary, with any field of model, task or training by name.
 
     What is not given follows from what is: a run with other `steps` than the preset's has at most a tenth of them as
-    warm-up.
+    warm-up, and one with fewer than a tenth of the preset's keeps the Performer's features as they were first drawn: so
+    few updates are too few to learn from features that change with each of them.
     """
     look_up(PRESETS, preset, "preset")
     look_up(ATTENTIONS, attention, "attention")
@@ -200,6 +203,8 @@ def plan_translation(
     }
     schedule = {"steps": recipe.steps, "lr": recipe.lr, "warmup": recipe.warmup_steps, "accumulate": recipe.accumulate}
     task = {"bleu_sentences": BLEU_SENTENCES, "bleu_beam": BLEU_BEAM, **task}
+    if recipe.steps < usual.steps // 10 and "performer" in {model.get(place, attention) for place in POSITIONS}:
+        model = {"redraw": False, **model}
     config = PRESETS[preset](attention, vocab_size=tokens, **model)
     return TranslationPlan(config, recipe, task, TrainingConfig(**{**defaults, **training, **schedule}))
 
