@@ -14,7 +14,7 @@ from fastweights.training.signals import Interrupted
 
 from .small_text import MIXERS
 from .test_loop import StopsAt
-from .tiny import TinyTask, config, losses, run
+from .tiny import TinyBlocks, TinyTask, config, losses, run
 
 pytestmark = [
     # torch's compiler imports what torch deprecates, advertises TF32, and captures an empty graph to begin with.
@@ -57,10 +57,11 @@ def test_blocks_are_compiled_once_for_all(mixer):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_an_update_never_waits_for_the_device(accumulate):
-    settings = config(accelerator="cuda", precision="bf16-mixed", accumulate=accumulate)
-    task = TinyTask()
+def test_an_update_never_waits_for_the_device(accumulate, optimizer):
+    settings = config(accelerator="cuda", precision="bf16-mixed", accumulate=accumulate, optimizer=optimizer)
+    task = TinyBlocks()
     learner = Learner(launch(task, settings), task, settings)
     for _ in range(6):
         learner.advance()
@@ -104,6 +105,18 @@ def test_recorded_on_cuda(tmp_path, carried, mode, accumulate):
     run(tmp_path / "eager", TinyTask(dropout=0.0, carried=carried), **changes)
     run(tmp_path / "recorded", TinyTask(dropout=0.0, carried=carried), graph=True, compile=mode, **changes)
     agree(tmp_path / "recorded", tmp_path / "eager", 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_muon_recorded_on_cuda(tmp_path, weight_decay):
+    changes = {"optimizer": "muon", "weight_decay": weight_decay, "steps": 30}
+    run(tmp_path / "cpu", TinyBlocks(dropout=0.0), **changes)
+    for name, graph in (("eager", False), ("recorded", True)):
+        run(tmp_path / name, TinyBlocks(dropout=0.0), accelerator="cuda", graph=graph, **changes)
+    agree(tmp_path / "recorded", tmp_path / "eager", 1e-3)
+    # On a GPU the matrices are turned in bfloat16.
+    agree(tmp_path / "eager", tmp_path / "cpu", 5e-2)
 
 
 @pytest.mark.gpu
