@@ -1,5 +1,6 @@
 """The maps phi, each against what the paper says of it."""
 
+import copy
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import fastweights as fw
 from fastweights.feature_maps import FEATURE_MAPS, gram_schmidt
+from fastweights.layers.reading import FastWeightReading
 
 OPTIONS = {
     "dpfp": [{"nu": 1}, {"nu": 3}, {"nu": 9}],
@@ -146,3 +148,44 @@ def test_gram_schmidt_is_the_orthogonal_factor():
     q = torch.linalg.qr(x.mT)[0].mT
     torch.testing.assert_close(rows, q * (q * rows).sum(-1, keepdim=True).sign())
     assert ((rows * x).sum(-1) > 0).all()
+
+
+@pytest.mark.parametrize(("name", "options"), ALL)
+def test_scaled_features_are_the_features_times_a_positive_number_of_each_token(name, options):
+    phi = fw.feature_map(name, d_key=6, **options).double().eval()
+    x = torch.randn(5, 6, dtype=torch.float64)
+    mapped, scaled = phi(x), phi.scaled(x)
+    ratio = (scaled * mapped).sum(-1) / mapped.square().sum(-1)
+    assert (ratio > 0).all()
+    torch.testing.assert_close(scaled, ratio.unsqueeze(-1) * mapped)
+
+
+@pytest.mark.parametrize("form", ["memory", "reading"])
+def test_favor_reads_what_would_overflow(form):
+    """Queries and keys along one long random row: phi(q)·phi(k) is past float32, what is read is not."""
+    d, T = 64, 7
+    if form == "memory":
+        layer = fw.FastWeightAttention(d, 1, rule="sum", feature_map="favor", normalization="attention")
+        projections = [layer.project]
+    else:
+        layer = FastWeightReading(d, 1, feature_map="favor")
+        projections = [layer.query, layer.key_value]
+    layer.eval()
+    with torch.no_grad():
+        layer.feature_map.projection[0] *= 12 / layer.feature_map.projection[0].norm()
+        for part in projections:
+            part.weight.copy_(torch.eye(d).repeat(len(part.weight) // d, 1))
+    row = layer.feature_map.projection[0]
+    x = (row + 0.1 * torch.randn(1, T, d)).requires_grad_()
+    assert (layer.feature_map(x) @ layer.feature_map(x).mT).isinf().any()
+
+    def attend(layer, x):
+        return layer(x)[0] if form == "memory" else layer(x, layer.remember(x))
+
+    y = attend(layer, x)
+    exact_x = x.detach().double().requires_grad_()
+    exact = attend(copy.deepcopy(layer).double(), exact_x)
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-3, atol=1e-3)
+    (grad,), (exact_grad,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(exact, exact_x, dy.double())
+    assert (grad.double() - exact_grad).norm() < 1e-2 * exact_grad.norm()

@@ -47,6 +47,14 @@ class FeatureMap(nn.Module):
         """phi(x) with the features as they are."""
         raise AssertionError("a feature map defines `map`")
 
+    def scaled(self, x: Tensor) -> Tensor:
+        """phi(x) times some positive number of each token, for callers whose results do not depend on it.
+
+        Those are queries where what they find is divided by phi(q)·z, and all features that are normalised. A map that
+        may overflow or underflow takes a number with which it does not.
+        """
+        return self.map(x)
+
     def redraw(self) -> None:
         """Draw new random features, where there are any."""
 
@@ -218,16 +226,25 @@ class FAVOR(FeatureMap):
         self.projection.copy_(rows)
 
     def map(self, x: Tensor) -> Tensor:
+        if self.stabilize:
+            return self.scaled(x)
         with torch.autocast(x.device.type, enabled=False):
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))
-            wide = wide * self.d_key**-0.25 if self.scale else wide
-            rows = self.projection.to(wide.dtype)
-            both = torch.cat([rows, -rows])
-            if self.stabilize:
-                exponent = wide @ both.mT
-                return (exponent - exponent.detach().amax(-1, keepdim=True)).exp().to(x.dtype)
+            wide, both = self._factors(x)
             # What is subtracted is one more entry of x, and its factor one of each row: 2 m entries a token are then
             # passed over once for the exponent and once for the exponential.
             shift = wide.square().sum(-1, keepdim=True) / 2 + math.log(2 * self.m) / 2
             exponent = torch.cat([wide, shift], -1) @ torch.cat([both, both.new_full((2 * self.m, 1), -1.0)], -1).mT
             return exponent.exp().to(x.dtype)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """phi(x) over its largest entry. Where q and k both lie along a long row of R, phi(q)·phi(k) may overflow."""
+        with torch.autocast(x.device.type, enabled=False):
+            wide, both = self._factors(x)
+            exponent = wide @ both.mT
+            return (exponent - exponent.detach().amax(-1, keepdim=True)).exp().to(x.dtype)
+
+    def _factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x, and the rows of R and -R, in float32 at least."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rows = self.projection.to(wide.dtype)
+        return wide * self.d_key**-0.25 if self.scale else wide, torch.cat([rows, -rows])

@@ -109,7 +109,9 @@ class FastWeightAttention(nn.Module):
         (B, T) is True where a new one begins, see `fast_weight_memory`.
         """
         x = check_input(x, self.d_model, mask)
-        return self._attend(x, state, self.feature_map, mask, cu_seqlens, starts)
+        if self.training:
+            self.feature_map.redraw()
+        return self._attend(x, state, mask, cu_seqlens, starts)
 
     def step(
         self, x: Tensor, state: FastWeightState | None = None, in_place: bool = False
@@ -120,15 +122,13 @@ class FastWeightAttention(nn.Module):
         """
         x = check_token(x, self.d_model)
         # Random features stay as they are: a memory can only be read with the features it was written with.
-        same_features = lambda q, k: (self.feature_map.map(q), self.feature_map.map(k))  # noqa: E731
-        y, state = self._attend(x, state, same_features, in_place=in_place)
+        y, state = self._attend(x, state, in_place=in_place)
         return y.squeeze(1), state
 
     def _attend(
         self,
         x: Tensor,
         state: FastWeightState | None,
-        phi: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         starts: Tensor | None = None,
@@ -143,9 +143,7 @@ class FastWeightAttention(nn.Module):
         features = _features(self.feature_map, self.normalize) if may_fuse(v.device, self.backend) else None
         fused = features is not None
         if not fused:
-            q, k = phi(q, k)
-            if self.normalize is not None:
-                q, k = self.normalize(q), self.normalize(k)
+            q, k = self._map(q, k)
         y, state = fast_weight_memory(
             q.to(v.dtype),
             k.to(v.dtype),
@@ -163,6 +161,12 @@ class FastWeightAttention(nn.Module):
         )
         y = self.out(y.flatten(-2) * self.output_scale)
         return y if mask is None else y.masked_fill(~mask.unsqueeze(-1), 0), state
+
+    def _map(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        phi = self.feature_map
+        if self.normalize is not None:
+            return self.normalize(phi.scaled(q)), self.normalize(phi.scaled(k))
+        return phi.scaled(q) if self.memory_normalization == "attention" else phi.map(q), phi.map(k)
 
     def _gate(self, name: str, raw: Tensor, logit: bool) -> Tensor:
         """A gate in (0, 1), at least float32: a decay next to 1 has no room in 16 bits. Or the `logit` of it."""

@@ -126,7 +126,7 @@ class FastWeightReading(Reading):
     def _read(self, q: Tensor, memory: Any) -> Tensor:
         if not isinstance(memory, FastWeightState):
             raise TypeError(f"the memory must be a FastWeightState, got {type(memory).__name__}")
-        return read_memory(self._heads_first(self.feature_map.map, q).to(q.dtype), memory)
+        return read_memory(self._heads_first(self.feature_map.scaled, q).to(q.dtype), memory)
 
     @staticmethod
     def _heads_first(phi: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
