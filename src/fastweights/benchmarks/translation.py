@@ -130,18 +130,20 @@ def measure(attention: str, length: int, preset: str, device: str, autocast: boo
 
 
 def run(out: Path | None, preset: str, device: str, precision: str, repeats: int) -> None:
-    """Measure both at every length, print the table, and write the JSON file if asked for."""
+    """Measure both at every length, print the table, and write the JSON file, if asked for, after every row."""
     console, start, rows = Console(), time.perf_counter(), []
+    about = {"preset": preset, "precision": precision, "new_tokens": NEW}
     for length in LENGTHS:
         for attention in ATTENTIONS:
             console.print(f"measuring {attention} at source length {length}", style="dim")
             try:
-                rows.append(measure(attention, length, preset, device, precision == "bf16", repeats))
+                found = measure(attention, length, preset, device, precision == "bf16", repeats)
             except torch.OutOfMemoryError:
                 console.print(f"{attention} at source length {length} does not fit into memory")
-                rows.append({"attention": attention, "source_length": length, "out_of_memory": True})
-    for row in rows:
-        row |= {"preset": preset, "precision": precision, "new_tokens": NEW}
+                found = {"attention": attention, "source_length": length, "out_of_memory": True}
+            rows.append(found | about)
+            if out is not None:
+                write_record(out, "mt", device, SEED, start, rows)
     shown = ("train_tokens_per_s", "encode_ms", "step_ms", "sentences_per_s", "state_bytes")
     table = Table("source length", "", *(name.replace("_", " ") for name in shown), title=f"{preset}, {precision}")
     for row in rows:
@@ -149,5 +151,4 @@ def run(out: Path | None, preset: str, device: str, precision: str, repeats: int
         table.add_row(str(row["source_length"]), row["attention"], *values)
     console.print(table)
     if out is not None:
-        write_record(out, "mt", device, SEED, start, rows)
         console.print(f"written to {out}")
