@@ -265,7 +265,8 @@ def test_the_fast_recipe_is_one_for_all_and_no_cell_is_the_papers():
         assert network | {"dropout": 0.1} == usual[cell.config["model"]]["network"]
         assert cell.config["steps"] == usual[cell.config["model"]]["steps"]
     assert all("optimizer" not in config["training"] for config in usual.values()), "cells of before keep their names"
-    assert training_of(fast[0].config).optimizer == fast[0].config["training"].get("optimizer", "adam")
+    recipe = training_of(fast[0].config)
+    assert (recipe.optimizer, recipe.muon_lr, recipe.lr, recipe.schedule) == ("muon", 0.01, 2e-3, "linear")
 
 
 def test_claims_of_speed():

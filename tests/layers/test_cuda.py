@@ -41,9 +41,11 @@ def test_smoothed_losses(dtype, words):
 
 
 @pytest.mark.parametrize("D", [64, 512])
-def test_products_of_16_bits_in_linear_attention(D):
-    """Off by no more than a few roundings of the result, in values and gradients."""
-    exact = [torch.rand(3, n, 8, d, device=CUDA).bfloat16().double() for n, d in ((33, D), (57, D), (57, 64))]
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn])
+def test_linear_attention_of_16_bits(D, draw):
+    """Off by no more than a few roundings of the result, in values and gradients, also where values are all alike."""
+    q, k = (torch.rand(3, n, 8, D, device=CUDA) for n in (33, 57))
+    exact = [x.bfloat16().double() for x in (q, k, draw(3, 57, 8, 64, device=CUDA))]
     mask = torch.arange(57, device=CUDA) < torch.tensor([[57], [20], [1]], device=CUDA)
     ours, theirs = ([x.to(dtype).requires_grad_() for x in exact] for dtype in (torch.bfloat16, torch.float64))
     found, wanted = linear_attention(*ours, mask), linear_attention(*theirs, mask)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fastweights as fw
-from fastweights.feature_maps import FEATURE_MAPS
+from fastweights.feature_maps import ELU, FEATURE_MAPS
 from fastweights.layers.fast_weight import NORMALIZATIONS
 from fastweights.ops.rules import RULES
 from tests.ops.calls import relative_error
@@ -146,3 +146,21 @@ def test_input_errors():
     _, state = layer(torch.rand(2, 3, 12))
     with pytest.raises(ValueError, match=r"state.W must have shape \(3, 2, 6, 6\) here, got \(2, 2, 6, 6\)"):
         layer(torch.rand(3, 3, 12), state)
+
+
+@pytest.mark.parametrize("rule", fw.list_rules())
+@pytest.mark.parametrize("normalization", ["none", "sum", "attention", "both", "l2"])
+def test_what_is_read_does_not_depend_on_the_numbers_features_are_scaled_by(rule, normalization):
+    class Scaled(ELU):
+        def scaled(self, x):
+            return self.map(x) * torch.rand(*x.shape[:-1], 1, dtype=x.dtype).add(0.1)
+
+    plain = fw.FastWeightAttention(6, 2, rule=rule, normalization=normalization, backend="reference").double()
+    scaled = fw.FastWeightAttention(
+        6, 2, rule=rule, feature_map=Scaled(3), normalization=normalization, backend="reference"
+    ).double()
+    scaled.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    (y, state), (z, other) = plain(x), scaled(x)
+    torch.testing.assert_close(z, y)
+    torch.testing.assert_close(scaled.step(x[:, 0], other)[0], plain.step(x[:, 0], state)[0])

@@ -47,6 +47,15 @@ for which in (0, 1):
     torch.testing.assert_close(ours, theirs)
     grads = (torch.autograd.grad(x.square().sum(), logits)[0] for x in (ours, theirs))
     torch.testing.assert_close(*grads)
+# Targets that are no block of memory, and words that are ruled out: a whole block of them, the target's not among them.
+logits = torch.randn(4, 1, smoothed.BLOCK + 9)
+targets = (smoothed.BLOCK + torch.randint(9, (4, 2)))[:, :1]
+torch.testing.assert_close(smoothed.smoothed_nll(logits, targets, 0.1), smoothed.dense_nll(logits, targets, 0.1))
+logits[..., :smoothed.BLOCK] = -torch.inf
+ours, theirs = (nll(logits.requires_grad_(), targets, 0.0) for nll in (smoothed.smoothed_nll, smoothed.dense_nll))
+assert all(x.isfinite().all() for x in theirs)
+torch.testing.assert_close(ours, theirs)
+torch.testing.assert_close(*(torch.autograd.grad(x[0].sum(), logits)[0] for x in (ours, theirs)))
 """
 
 

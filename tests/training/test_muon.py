@@ -40,7 +40,7 @@ def test_the_step_is_orthogonal(rows, columns):
 
 def network():
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Sequential(nn.Linear(6, 24), nn.Linear(24, 3)))
 
 
 def gradients(model, seed):

@@ -163,7 +163,7 @@ def test_what_is_not_given_follows_from_what_is(corpus):
     assert big.model.redraw and not plan_translation(100, attention="performer", **short).model.redraw
     assert not plan_translation(100, cross="performer", **short).model.redraw
     assert plan_translation(100, attention="performer", redraw=True, **short).model.redraw
-    assert plan_translation(100, attention="dpfp", **short).model.nu is None
+    assert plan_translation(100, attention="dpfp", **short).model.redraw, "left as it is where nothing is drawn"
     delta = plan_translation(100, preset="tiny", attention="dpfp", rule="delta", cross="softmax").model
     assert (delta.rule, delta.normalization, delta.cross) == ("delta", "sum", "softmax")
 

@@ -77,7 +77,7 @@ def run(
         raise ValueError(f"two ways of training can be compared, not {','.join(ways)}; they are {', '.join(WAYS)}")
     console, start, corpus = Console(), time.perf_counter(), Corpus.load(folder)
     row: dict[str, Any] = {"size": size, "model": model, "data": corpus.manifest["name"], "changes": dict(changes)}
-    row |= {"ways": list(ways), "tolerance": {"losses": AGREEMENT, "perplexity": ENDING}}
+    row |= {"ways": list(ways), "tolerance": {"losses": AGREEMENT, "perplexity": ENDING}, "agree": None}
     where = (corpus, size, model, ways, device)
     console.print(f"{size} {model}, on {corpus.manifest['name']}: the first {losses} losses", style="dim")
     row["losses"] = {"count": losses, **lm.agreement(*where, losses, steps=losses, **changes)}

@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 
 from fastweights.benchmarks.record import write_record
-from fastweights.layers.softmax import expect_many_lengths
 from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_presets import PRESETS
 
@@ -41,7 +40,6 @@ class Case:
 
     def __init__(self, attention: str, length: int, preset: str, device: str, autocast: bool) -> None:
         torch.manual_seed(SEED)
-        expect_many_lengths()
         self.device, self.length, self.autocast = torch.device(device), length, autocast
         self.model = TranslationModel(PRESETS[preset](attention, vocab_size=WORDS)).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5, fused=True)

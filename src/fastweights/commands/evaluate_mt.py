@@ -21,7 +21,9 @@ def mt(
     split: Annotated[str, typer.Option(help="valid or test.")] = "valid",
     beam: Annotated[int, typer.Option(help="Hypotheses kept at each step; 1 is greedy search.")] = 4,
     length_penalty: Annotated[float, typer.Option(help="Above 0 favours longer translations.")] = 0.6,
-    batch: Annotated[int, typer.Option(help="Sentences at once.")] = 64,
+    batch: Annotated[
+        int | None, typer.Option(help="Sentences at once.", show_default="as many as suit the device")
+    ] = None,
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
     data: Annotated[Path | None, typer.Option(help="The pairs, if they were moved since the training.")] = None,
     out: Annotated[
@@ -44,7 +46,7 @@ def mt(
         look_up(dict.fromkeys(("valid", "test")), split, "split")
         look_up(dict.fromkeys(("best", "last")), checkpoint, "checkpoint")
         Search(beam=beam, length_penalty=length_penalty)
-        if batch < 1:
+        if batch is not None and batch < 1:
             raise ValueError(f"--batch must be at least 1, got {batch}")
         device = pick_device(device)
         opened = TranslationRun.open(run)

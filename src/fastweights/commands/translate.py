@@ -22,7 +22,7 @@ def translate(
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of a translation.", show_default="those of the line and 50")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Lines at once.")] = 32,
+    batch: Annotated[int | None, typer.Option(help="Lines at once.", show_default="as many as suit the device")] = None,
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
 ) -> None:
@@ -38,7 +38,7 @@ def translate(
 
         look_up(dict.fromkeys(("best", "last")), checkpoint, "checkpoint")
         search = Search(beam=beam, length_penalty=length_penalty, n_best=n_best, max_length=max_length)
-        if batch < 1:
+        if batch is not None and batch < 1:
             raise ValueError(f"--batch must be at least 1, got {batch}")
         device = pick_device(device)
         opened = TranslationRun.open(run)

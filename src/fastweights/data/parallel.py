@@ -54,6 +54,8 @@ class ParallelSplit:
 
     def tokens(self, side: str, numbers: Integers) -> np.ndarray:
         """Token numbers of those sentences of a side, one after another; of a thousand in one go, not one by one."""
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self._size:
+            raise IndexError(f"{self.name} has pairs 0 … {self._size - 1}, got {numbers.min()} … {numbers.max()}")
         lengths = self.lengths(side)[numbers]
         before = np.cumsum(lengths) - lengths
         first = self._starts[side][numbers].astype(np.int64)

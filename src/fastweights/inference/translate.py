@@ -13,10 +13,11 @@ from fastweights.data.parallel import EOS, PAD, Tokenizer
 from fastweights.inference.beam import Search, beam_search
 from fastweights.models.translation import TranslationModel
 
-# Beams searched at once, of all lines together: a GPU takes a thousand in little more time than a few.
-ROWS = {"cpu": 256, "cuda": 1024}
-# Batches of lines that are sorted by length together when they come as a stream.
-WINDOW = 16
+# Beams, and tokens of source with their padding, that are searched at once where nobody says: a GPU takes a thousand
+# rows in little more time than a few, and the features of a token may be ten thousand numbers.
+AT_ONCE = {"cpu": (256, 8_192), "cuda": (1024, 32_768)}
+# Lines that are sorted by length together when they come as a stream.
+WINDOW = 1024
 
 Report = Callable[[int, int], None]
 
@@ -64,8 +65,7 @@ def n_best(
     `report` is told how many are done of how many.
     """
     device = model.embedding.weight.device if device is None else torch.device(device)
-    batch = lines_at_once(device, search) if batch is None else batch
-    if batch < 1:
+    if batch is not None and batch < 1:
         raise ValueError(f"batch must be at least 1 line, got {batch}")
     training = model.training
     model.to(device).eval()
@@ -74,15 +74,18 @@ def n_best(
     rows = dict(zip(wanted, tokenizer.encode([lines[i] for i in wanted]), strict=True))
     wanted.sort(key=lambda i: -len(rows[i]))
     try:
-        for start in range(0, len(wanted), batch):
-            numbers = wanted[start : start + batch]
+        start = 0
+        while start < len(wanted):
+            count = batch or lines_at_once(device, search.beam, len(rows[wanted[start]]) + 1)
+            numbers = wanted[start : start + count]
+            start += len(numbers)
             source, mask = pad_sources([rows[i] for i in numbers])
             found = beam_search(model, source.to(device), mask.to(device), search)
             texts = iter(tokenizer.decode([h.tokens for hypotheses in found for h in hypotheses]))
             for i, hypotheses in zip(numbers, found, strict=True):
                 # A line stays a line, whatever an untrained model writes.
                 results[i] = [Translation(next(texts).replace("\n", " "), h.log_prob, h.score) for h in hypotheses]
-            report(start + len(numbers), len(wanted))
+            report(start, len(wanted))
     finally:
         model.train(training)
     return results
@@ -99,16 +102,15 @@ def stream(
     device: str | torch.device | None = None,
 ) -> Iterator[list[Translation]]:
     """As `n_best` for lines without end, in their order: `window` at a time, or so many that lengths can be sorted."""
-    device = model.embedding.weight.device if device is None else torch.device(device)
-    batch = lines_at_once(device, search) if batch is None else batch
     source = iter(lines)
-    while read := list(islice(source, window or WINDOW * batch)):
+    while read := list(islice(source, window or WINDOW)):
         yield from n_best(model, tokenizer, read, search, batch=batch, device=device)
 
 
-def lines_at_once(device: torch.device, search: Search) -> int:
-    """How many lines a batch has where nobody says: so many that their beams fill the device."""
-    return max(1, ROWS.get(device.type, ROWS["cpu"]) // search.beam)
+def lines_at_once(device: torch.device, beam: int, longest: int) -> int:
+    """How many lines of up to `longest` tokens a batch has where nobody says."""
+    rows, tokens = AT_ONCE.get(device.type, AT_ONCE["cpu"])
+    return max(1, min(rows // beam, tokens // longest))
 
 
 def pad_sources(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -109,7 +109,7 @@ class FastWeightAttention(nn.Module):
         (B, T) is True where a new one begins, see `fast_weight_memory`.
         """
         x = check_input(x, self.d_model, mask)
-        if self.training:
+        if self.feature_map.training:
             self.feature_map.redraw()
         return self._attend(x, state, mask, cu_seqlens, starts)
 

@@ -27,6 +27,8 @@ def smoothed_nll(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> tup
         log_p = log_softmax(logits, -1)
         nll = -log_p[targets]
         (1 - smoothing) * nll - smoothing * log_p.mean(-1), nll
+
+    Targets must be from 0 to V - 1; on a GPU nobody looks.
     """
     if not torch.compiler.is_compiling() and refuses(logits) is None:
         smoothed, nll = _Fused.apply(logits.flatten(0, -2), targets.flatten(), smoothing)
@@ -98,9 +100,9 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
         from fastweights.layers.smoothed_kernels import row_losses
 
-        logits = logits.contiguous()
+        logits, targets = logits.contiguous(), targets.contiguous()
         N, V = logits.shape
-        smoothed, nll, totals = logits.new_empty(3, N, dtype=torch.float32)
+        smoothed, nll, totals = (logits.new_empty(N, dtype=torch.float32) for _ in range(3))
         with _device(logits):
             how = {"SMOOTHING": smoothing, "BLOCK": BLOCK, "num_warps": WARPS}
             row_losses[(N,)](logits, targets, smoothed, nll, totals, V, **how)

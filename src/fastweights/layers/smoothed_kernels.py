@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+LOWEST = tl.constexpr(-3e38)
+
 
 @triton.jit
 def row_losses(logits, targets, smoothed, nll, totals, V, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr):
@@ -11,7 +13,8 @@ def row_losses(logits, targets, smoothed, nll, totals, V, SMOOTHING: tl.constexp
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     x = tl.load(logits + row * V + columns, columns < V, -float("inf")).to(tl.float32)
-    highest = tl.max(x, 0)
+    # A word that is ruled out has -inf; so may all of a block, whose maximum must not be subtracted from itself.
+    highest = tl.maximum(tl.max(x, 0), LOWEST)
     weight = tl.sum(tl.exp(x - highest), 0)
     plain = tl.sum(tl.where(columns < V, x, 0.0), 0)
     for start in range(BLOCK, V, BLOCK):
@@ -24,7 +27,10 @@ def row_losses(logits, targets, smoothed, nll, totals, V, SMOOTHING: tl.constexp
     total = highest + tl.log(weight)
     loss = total - tl.load(logits + row * V + tl.load(targets + row)).to(tl.float32)
     tl.store(nll + row, loss)
-    tl.store(smoothed + row, loss + SMOOTHING * (total - plain / V - loss))
+    if SMOOTHING > 0:
+        tl.store(smoothed + row, loss + SMOOTHING * (total - plain / V - loss))
+    else:
+        tl.store(smoothed + row, loss)
     tl.store(totals + row, total)
 
 

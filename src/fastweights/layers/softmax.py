@@ -20,14 +20,6 @@ class KeyValueState(PaddedState):
     v: Tensor
 
 
-def expect_many_lengths() -> None:
-    """Have SDPA leave out cuDNN, which plans anew for every shape: a cache grows by a token, batches by their lengths.
-
-    For the whole process, as torch has it. The planning takes longer than the attention of a sentence.
-    """
-    torch.backends.cuda.enable_cudnn_sdp(False)
-
-
 class SoftmaxAttention(nn.Module):
     """Multi-head scaled dot-product attention: Eqs. 4-7 of the paper, scaled by 1/sqrt(d_head).
 

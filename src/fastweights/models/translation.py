@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.layers.feedforward import FeedForward
@@ -147,6 +148,11 @@ class DecoderLayer(Layer):
         return self.finish(x), memory, after
 
 
+# Without cuDNN, which plans anew for every shape: a cache grows by a token, batches have their own lengths, and the
+# planning takes longer than the attention of a sentence.
+ANY_LENGTH = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
 class TranslationModel(nn.Module):
     """Probabilities of a target sentence given a source: whole for training, token by token for decoding.
 
@@ -206,6 +212,7 @@ class TranslationModel(nn.Module):
         """
         return smoothed_nll(self(source, mask, target), following, smoothing)
 
+    @ANY_LENGTH
     def encode(self, source: Tensor, mask: Tensor | None = None) -> TranslationState:
         """Read source sentences (B, S), once: the state that decoding begins with."""
         self._check(source, "source")
@@ -244,6 +251,7 @@ class TranslationModel(nn.Module):
         """Numbers to be learnt; the one matrix of embeddings counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
+    @ANY_LENGTH
     def _decode(self, target: Tensor, state: TranslationState) -> tuple[Tensor, TranslationState]:
         self._check(target, "target")
         seen = target.new_zeros(len(target)) if state.past is None else state.past.position

@@ -42,39 +42,27 @@ def write_memory(
 
         W, z = einsum("bshd, bshm -> bhdm", k, v), k.sum(1)             # no z without normalization
 
-    in float32 at least; from 16-bit keys and values by a 16-bit product on a GPU, which adds up in float32 and rounds W
-    once. A sentence is written once; `read_memory` then costs the same however long it was.
+    in float32 at least: the gradient of a query is the difference of W g and z (g·y), which are nearly the same where
+    values have much in common, and 16 bits of each leave nothing of it. A sentence is written once; `read_memory` then
+    costs the same however long it was.
     """
     look_up({"attention": None, "None": None}, str(normalization), "normalization")
     with torch.autocast(k.device.type, enabled=False):
         if mask is not None:
             k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (k, v))
         wide = torch.promote_types(k.dtype, torch.float32)
-        factor = _factor(k)
-        K, V = (x.to(factor).transpose(1, 2) for x in (k, v))
-        return FastWeightState((K.mT @ V).to(wide), K.sum(-2, dtype=wide) if normalization == "attention" else None)
+        K, V = (x.to(wide).transpose(1, 2) for x in (k, v))
+        return FastWeightState(K.mT @ V, K.sum(-2) if normalization == "attention" else None)
 
 
 def read_memory(q: Tensor, state: FastWeightState) -> Tensor:
     """What queries (B, T, H, D), mapped by phi, find in a memory that they leave as it is: Eq. 19, (B, T, H, M)."""
     with torch.autocast(q.device.type, enabled=False):
-        factor, wide = _factor(q, state.W.dtype), state.W.dtype
-        Q = q.to(factor).transpose(1, 2)
-        y = Q @ state.W.to(factor)
+        Q = q.to(state.W.dtype).transpose(1, 2)
+        y = Q @ state.W
         if state.z is not None:
-            y = safe_divide(y.to(wide), (Q @ state.z.to(factor).unsqueeze(-1)).to(wide))
+            y = safe_divide(y, Q @ state.z.unsqueeze(-1))
         return y.transpose(1, 2).to(q.dtype)
-
-
-def _factor(x: Tensor, wide: torch.dtype | None = None) -> torch.dtype:
-    """What products of x are made from: `wide`, or bfloat16 as it comes where tensor cores add it up in float32.
-
-    The features are positive, so that nothing cancels: one rounding of W, of z and of the quotient is no more than the
-    rounding of y, which 16-bit callers ask for. float16 has no room for the sums.
-    """
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        return x.dtype
-    return torch.promote_types(x.dtype, torch.float32) if wide is None else wide
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:

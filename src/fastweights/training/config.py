@@ -29,10 +29,10 @@ def _free(default: Any) -> Any:
     return field(default=default, metadata={"free": True})
 
 
-def _only(default: Any, **owner: str) -> Any:
-    """A field that does something only where another has that value. Elsewhere it is not described, so that what was
+def _only(default: Any, owner: str, value: str) -> Any:
+    """A field that does something only where `owner` has that value. Elsewhere it is not described, so that what was
     named by its description before there was such a field keeps its name."""
-    return field(default=default, metadata={"only": next(iter(owner.items()))})
+    return field(default=default, metadata={"only": (owner, value)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +82,9 @@ class TrainingConfig:
     accumulate: int = 1
     precision: str = "32-true"
     seed: int = 1111
-    cooldown: float = _only(0.2, schedule="trapezoid")
-    optimizer: str = _only("adam", optimizer="muon")
-    muon_lr: float = _only(0.02, optimizer="muon")
+    cooldown: float = _only(0.2, "schedule", "trapezoid")
+    optimizer: str = _only("adam", "optimizer", "muon")
+    muon_lr: float = _only(0.02, "optimizer", "muon")
     eval_every: int | None = _free(4000)
     log_every: int = _free(200)
     checkpoint_every: int | None = _free(None)

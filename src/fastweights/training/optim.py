@@ -51,14 +51,14 @@ def make_optimizer(model: nn.Module, config: TrainingConfig, regions: Iterable[n
     options["capturable"] = not sharded and device.type == "cuda"
     if config.optimizer == "adam" and not config.weight_decay:
         return Adam(parameters, **options)
-    turned = set(hidden_weights(regions)) if config.optimizer == "muon" else set()
+    in_blocks = set(hidden_weights(regions)) if config.optimizer == "muon" else set()
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim >= 2 and p not in turned], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim >= 2 and p not in in_blocks], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     if config.optimizer == "adam":
         return AdamW([group for group in groups if group["params"]], **options)
-    if not turned:
+    if not in_blocks:
         raise ValueError(
             f"optimizer 'muon' is for the matrices inside a model's blocks, and the task names no blocks of "
             f"{type(model).__name__}; train with optimizer 'adam'"
@@ -68,9 +68,8 @@ def make_optimizer(model: nn.Module, config: TrainingConfig, regions: Iterable[n
             "optimizer 'muon' needs whole matrices, and strategy 'fsdp' cuts them up; train with strategy 'ddp', or "
             "with optimizer 'adam'"
         )
-    own = {"muon": True, "lr": rate(config.muon_lr), "scale": config.muon_lr / config.lr}
-    ordered = [p for p in parameters if p in turned]
-    groups.append({"params": ordered, "weight_decay": config.weight_decay, **own})
+    matrices = {"params": [p for p in parameters if p in in_blocks], "weight_decay": config.weight_decay, "muon": True}
+    groups.append(matrices | {"lr": rate(config.muon_lr), "scale": config.muon_lr / config.lr})
     return Muon([group for group in groups if group["params"]], decoupled_weight_decay=True, **options)
 
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from fastweights.data.parallel import PairBatch, ParallelCorpus
 from fastweights.inference.translate import translate
-from fastweights.layers.softmax import expect_many_lengths
 from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_config import ATTENTIONS, POSITIONS, TranslationModelConfig
 from fastweights.models.translation_presets import PRESETS, TranslationRecipe, translation_recipe
@@ -107,7 +106,6 @@ class TranslationTask(Task):
     def place(self, device: torch.device) -> None:
         """Batches are made on the host, in memory that a GPU can copy from while it computes."""
         self._device = device
-        expect_many_lengths()
 
     def batch(self, index: int, rank: int, world: int) -> PairBatch:
         """This process' pairs of the batch of that number."""
