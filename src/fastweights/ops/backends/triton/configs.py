@@ -28,7 +28,9 @@ class Config(NamedTuple):
     sequences are cut into `groups` that walk side by side, where that is not 0. With `gather`
     DPFP loads the factors of every feature, else it takes them from a tile by products. With `careful` what is
     written, and the inverse, enter 16-bit products in two parts. `registers`, where that is not 0, is how many a thread
-    of the launches over chunks may have: fewer of them, more programs side by side.
+    of the launches over chunks may have: fewer of them, more programs side by side. With `twice` walks load a tile that
+    they need both ways twice instead of turning it on chip: one or two warps turn tiles by shuffles, and what is turned
+    is not copied ahead.
     """
 
     chunk: int
@@ -48,6 +50,7 @@ class Config(NamedTuple):
     gather: int = 0
     careful: int = 0
     registers: int = 0
+    twice: int = 0
 
 
 _FIELDS = Config._fields
@@ -162,11 +165,11 @@ def group_length(T: int, cu_seqlens: Tensor | None, config: Config) -> int:
 
 def kept_shapes(
     shape: tuple[int, ...], M: int, erase: bool, cu_seqlens: Tensor | None, keep: bool, config: Config
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the states before each chunk and of the chunks' inverses, one slot a chunk; no slots where not kept.
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the states before each chunk, of the chunks' inverses, one slot a chunk, and of the tokens' errors.
 
     `shape` is (B, T, H, D) with the D of mapped keys. With packed sequences the number of chunks hangs on
-    their lengths; the number of slots bounds it.
+    their lengths; the number of slots bounds it. What is not kept has no slots.
     """
     (B, T, H, D), C = shape, config.chunk
     if groups := number_of_groups(T, cu_seqlens, config):
@@ -174,7 +177,8 @@ def kept_shapes(
     else:
         slots = B * -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.numel() - 1
     inverses = erase and (keep or bool(config.prepared))
-    return (slots if keep else 0, H, M, D), (slots if inverses else 0, H, C, C)
+    errors = (B if erase and keep else 0, T, H, M)
+    return (slots if keep else 0, H, M, D), (slots if inverses else 0, H, C, C), errors
 
 
 def number_of_groups(T: int, cu_seqlens: Tensor | None, config: Config) -> int:

@@ -10,7 +10,7 @@ transpose of another (see gradients.py).
 import triton
 import triton.language as tl
 
-from fastweights.ops.backends.triton.pieces import dot, load_rows
+from fastweights.ops.backends.triton.pieces import dot, load_both, load_rows
 
 ELU = tl.constexpr(1)
 RELU = tl.constexpr(2)
@@ -152,14 +152,14 @@ def load_features(
     MAP: tl.constexpr,
     SUM: tl.constexpr,
     GATHER: tl.constexpr,
+    TWICE: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Keys or queries as (C, D) and as (D, C), zero past the last of `left` tokens. Without a map, some `columns`."""
     if MAP == 0:
-        phi = load_rows(x, rows, left, columns, stride, D)
-        phi_t = tl.trans(phi)
+        phi, phi_t = load_both(x, rows, left, columns, stride, D, TWICE)
     else:
         tl.static_assert(BLOCK_D >= D, "a feature map is computed whole")
         phi = mapped(x, rows, left, stride, 1, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION)

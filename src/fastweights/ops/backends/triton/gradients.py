@@ -11,7 +11,6 @@ import triton.language as tl
 from fastweights.ops.backends.triton.features import gate_slope, load_features, raw_gradient
 from fastweights.ops.backends.triton.pieces import (
     dot,
-    fine_dot,
     load_gate,
     load_rows,
     multiply,
@@ -27,39 +26,35 @@ from fastweights.ops.backends.triton.pieces import (
 def score_gradients(
     u,
     dy_t,
-    du,
+    drecall,
     scores,
     keys,
     reach,
-    erase,
     C: tl.constexpr,
     DECAY: tl.constexpr,
     ERASE: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of q_t·k_s and k_t·k_s as tiles of rows s, as `scores` is; that of e through the latter; that of Γ."""
+    """Gradients of q_t·k_s and k_t·k_s as tiles of rows s, as `scores` and `keys` are, and of Γ; `drecall` is -e dR."""
     s = tl.arange(0, C)[:, None]
     t = tl.arange(0, C)[None, :]
-    reach_t = (s <= t).to(u.dtype)
-    if DECAY:
-        reach_t = tl.trans(reach)
     dscores = dot(u, dy_t, OPERAND, PRECISION)
     dreach = dscores
-    if DECAY:
-        dreach = dscores * scores
-    dscores *= reach_t
     dkeys = dscores
-    derase = tl.sum(dscores, 0)
     if ERASE:
         # Strictly below the diagonal of A.
-        dkeys = tl.where(s < t, -dot(u, du, OPERAND, PRECISION), 0.0)
-        if DECAY:
-            dreach += dkeys * keys * erase[None, :]
-        dkeys *= reach_t
-        derase = tl.sum(dkeys * keys, 0)
-        dkeys *= erase[None, :]
-    return dscores, dkeys, derase, dreach
+        dkeys = tl.where(s < t, dot(u, drecall, OPERAND, PRECISION), 0.0)
+    if DECAY:
+        reach_t = tl.trans(reach)
+        dreach = dscores * scores
+        dscores *= reach_t
+        if ERASE:
+            dreach += dkeys * keys
+            dkeys *= reach_t
+    else:
+        dscores = tl.where(s <= t, dscores, 0.0)
+    return dscores, dkeys, dreach
 
 
 @triton.jit
@@ -68,23 +63,21 @@ def key_gradients(
     q_t,
     k,
     k_t,
-    W_t,
+    W,
     dW_t,
     u,
     dy_t,
-    du,
+    drecall,
     dscores,
     dkeys,
     fade,
     remain,
-    erase,
     DECAY: tl.constexpr,
     ERASE: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq (D, C) and dk (C, D) for some features; their shares in what e, γ and Γ[C, :] are multiplied by."""
-    W = tl.trans(W_t)
+    """dq (D, C) and dk (C, D) for some features; under decay, their shares in what γ and Γ[C, :] are multiplied by."""
     dq = dot(W, dy_t, OPERAND, PRECISION)
     read = fade
     if DECAY:
@@ -98,12 +91,13 @@ def key_gradients(
         kept = tl.sum(dk * k.to(dk.dtype), 1)
         dk *= remain[:, None]
     dk += dot(dscores, q, OPERAND, PRECISION)
-    recalled = fade
+    recalled = tl.zeros_like(fade)
     if ERASE:
         dk += dot(dkeys, k, OPERAND, PRECISION)
-        dk_t = dot(W, du, OPERAND, PRECISION)
-        recalled = tl.sum(dk_t * k_t.to(dk_t.dtype), 0)
-        dk_t *= -(erase * fade)[None, :]
+        dk_t = dot(W, drecall, OPERAND, PRECISION)
+        if DECAY:
+            recalled = tl.sum(dk_t * k_t.to(dk_t.dtype), 0)
+            dk_t *= fade[None, :]
         dk_t += dot(k_t, dkeys, OPERAND, PRECISION)
         dk += tl.trans(dk_t)
     return dq, dk, recalled, read, kept
@@ -179,7 +173,7 @@ def chunk_gradients(
     w,
     cu_seqlens,
     states,
-    inverses,
+    errors,
     dy,
     dq,
     dk,
@@ -218,7 +212,6 @@ def chunk_gradients(
     SUM: tl.constexpr,
     GATHER: tl.constexpr,
     LOGITS: tl.constexpr,
-    CAREFUL: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -267,43 +260,41 @@ def chunk_gradients(
         remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
         reach = reach_of(a_, C)
 
-    v_ = load_rows(v + token * v_token + head * v_head, rows, left, m, v_token, M).to(ACC)
-    u = v_
+    at = (token * H + head) * M
+    u = tl.zeros((C, BLOCK_M), ACC)
+    error = u
     if ERASE:
         erase = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
-    if TIED:
-        u *= erase[:, None]
+        error = load_rows(errors + at, rows, left, m, H * M, M).to(ACC)
+        u = error * erase[:, None]
+    v_ = u
+    if not TIED:
+        v_ = load_rows(v + token * v_token + head * v_head, rows, left, m, v_token, M).to(ACC)
     if WRITE:
-        u *= load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)[:, None]
+        u += v_ * load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)[:, None]
+    elif not TIED:
+        u += v_
     scores = tl.zeros((C, C), ACC)
     keys = tl.zeros((C, C), ACC)
-    if DECAY or ERASE:
-        recall = tl.zeros((C, BLOCK_M), ACC)
+    if DECAY:
         for f in range(0, D, BLOCK_D):
             d = f + features
             k_, k_t = load_features(
-                k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+                k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
             )
-            if DECAY:
-                _, q_t = load_features(
-                    q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
-                )
-                scores += dot(k_, q_t, OPERAND, PRECISION)
+            _, q_t = load_features(
+                q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
+            )
+            scores += dot(k_, q_t, OPERAND, PRECISION)
             if ERASE:
-                W_t = load_rows(states + state, m, M, d, D, D)
                 keys += dot(k_, k_t, OPERAND, PRECISION)
-                recall += dot(k_, tl.trans(W_t), OPERAND, PRECISION)
-        if ERASE:
-            u -= recall * (erase * fade)[:, None]
-            X_t = tl.load(inverses + (slot.to(tl.int64) * H + head) * C * C + s * C + t)
-            u = fine_dot(tl.trans(X_t), u, OPERAND, PRECISION, True, CAREFUL)
 
-    du = load_rows(dright + token * H * M + head * M, rows, left, m, H * M, M)
+    du = load_rows(dright + at, rows, left, m, H * M, M)
     dy_t = tl.trans(load_rows(dy + token * dy_token + head * dy_head, rows, left, m, dy_token, M))
-    du_t = tl.trans(du)
-    dscores, dkeys, derase, dreach = score_gradients(
-        u, dy_t, du_t, scores, keys, reach, erase, C, DECAY, ERASE, OPERAND, PRECISION
-    )
+    # Rounded once, as the operands they are below.
+    drecall = tl.trans((-du.to(ACC) * erase[:, None]).to(OPERAND))
+    u = u.to(OPERAND)
+    dscores, dkeys, dreach = score_gradients(u, dy_t, drecall, scores, keys, reach, C, DECAY, ERASE, OPERAND, PRECISION)
     recalled = tl.zeros((C,), ACC)
     read = tl.zeros((C,), ACC)
     kept = tl.zeros((C,), ACC)
@@ -311,37 +302,35 @@ def chunk_gradients(
     for f in range(0, D, BLOCK_D):
         d = f + features
         q_, q_t = load_features(
-            q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+            q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
         )
         k_, k_t = load_features(
-            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
         )
         W_t = load_rows(states + state, m, M, d, D, D)
         dW_t = load_rows(dstates + state, m, M, d, D, D)
         dq_t, dk_, recalled_, read_, kept_ = key_gradients(
-            q_, q_t, k_, k_t, W_t, dW_t, u, dy_t, du_t, dscores, dkeys, fade, remain, erase,
+            q_, q_t, k_, k_t, tl.trans(W_t), dW_t, u, dy_t, drecall, dscores, dkeys, fade, remain,
             DECAY, ERASE, OPERAND, PRECISION,
         )  # fmt: skip
         store_key_gradients(
             dq + key_at, dk + key_at, dq_t, dk_, q, k, rows, left, d, q_token, k_token,
             H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION,
         )  # fmt: skip
-        recalled += recalled_
         if DECAY:
+            recalled += recalled_
             read += read_
             kept += kept_
             whole += tl.sum(tl.sum(dW_t.to(ACC) * W_t.to(ACC), 1), 0)
 
     if ERASE:
-        de_ = derase - fade * recalled
-        if TIED:
-            de_ += tl.sum(du.to(ACC) * v_, 1)
+        de_ = tl.sum(du.to(ACC) * error, 1)
         store_gate_gradient(de + gate_out, de_, e + gate, rows, left, gate_token, H, LOGITS, ACC)
     if WRITE:
         dw_ = tl.sum(du.to(ACC) * v_, 1)
         store_gate_gradient(dw + gate_out, dw_, w + gate, rows, left, gate_token, H, LOGITS, ACC)
     if DECAY:
         a_before = load_gate(a + gate - gate_token, rows, tl.where(rows > 0, left, 0), gate_token, 1.0, LOGITS, ACC)
-        dfade = read - erase * recalled + tl.where(rows == C - 1, whole, 0.0)
+        dfade = read + recalled + tl.where(rows == C - 1, whole, 0.0)
         da_ = decay_gradient(dreach, kept, dfade, reach, a_before, C, SOLVE)
         store_gate_gradient(da + gate_out, da_, a + gate, rows, left, gate_token, H, LOGITS, ACC)

@@ -141,6 +141,7 @@ class Plan:
             "MAP": features.map,
             "SUM": bool(features.sum),
             "GATHER": bool(config.gather),
+            "TWICE": bool(config.twice),
             "LOGITS": bool(features.logits),
             "CAREFUL": bool(config.careful) and config.precision == HALF,
             "OPERAND": TYPES[self.kept_dtype],
@@ -203,8 +204,8 @@ class Plan:
         keep: bool,
         read: bool = True,
         inverses: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """y, the final W, and where they are kept the states before each chunk and the chunks' inverses.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """y, the final W, and where they are kept the states before each chunk, the chunks' inverses and the errors.
 
         Without `read`, y is the values. Inverses that are known already may be given.
         """
@@ -225,9 +226,10 @@ class Plan:
             inverses = torch.empty(kept[1], dtype=self.inverse_dtype, device=device)
             if self.prepared:
                 self.invert((k, a, e, cu_seqlens, inverses), self.N, self.T)
-        tensors = (q, k, v, a, e, w, W, cu_seqlens, y, W_end, states, inverses)
+        errors = torch.empty(kept[2], dtype=self.kept_dtype, device=device)
+        tensors = (q, k, v, a, e, w, W, cu_seqlens, y, W_end, states, inverses, errors)
         self.walks[read](tensors, self.T, int(keep), given)
-        return y, W_end, states, inverses
+        return y, W_end, states, inverses, errors
 
     def _backward_starts(self, dy: Tensor, only_state: bool) -> tuple[Start, Start]:
         """The walk back, and the launch for what is left by it, for dy with these strides."""
@@ -253,16 +255,19 @@ class Plan:
         if self.prepared:
             found.append(self.invert.compile((q, a, e, bounds, inverse), self.N, self.T))
         for read in (True, False) if groups else (True,):
-            kinds = (q, q, q, a, e, w, wide, bounds, self.dtype if read else q, wide, kept, inverse)
+            kinds = (q, q, q, a, e, w, wide, bounds, self.dtype if read else q, wide, kept, inverse, kept)
             found.append(self.walks[read].compile(kinds, self.T, 1, 1))
         dy = torch.empty(self.y_shape, dtype=self.dtype, device="meta")
-        given = (q, q, q, a, e, w, bounds, kept, inverse, self.dtype)
+        given = (q, q, q, a, e, w, bounds, kept)
+        rest = (kept, self.dtype)
         right = kept if self.separate else q
         for only_state in (True, False) if groups else (False,):
             walk, chunks = self._backward_starts(dy, only_state)
-            found.append(walk.compile((*given, wide, q, q, q, a, e, w, wide, kept, right), self.T, 1, 1))
+            found.append(
+                walk.compile((*given, inverse, *rest, wide, q, q, q, a, e, w, wide, kept, right), self.T, 1, 1)
+            )
         if not self.fused:
-            found.append(chunks.compile((*given, q, q, a, e, w, kept, right), self.N, self.T))
+            found.append(chunks.compile((*given, *rest, q, q, a, e, w, kept, right), self.N, self.T))
         return found
 
     def backward(
@@ -272,18 +277,20 @@ class Plan:
         dW_end: Tensor | None,
         states: Tensor,
         inverses: Tensor,
+        errors: Tensor,
         cu_seqlens: Tensor | None,
         wants_state: bool,
         only_state: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Gates, Tensor | None]:
         """Gradients of q, k, v, the gates and, if it is wanted, W; `only_state` leaves the others undone."""
+        kept = (states, inverses, errors)
         if self.index is not None and self.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.index):
-                return self.backward(inputs, dy, dW_end, states, inverses, cu_seqlens, wants_state, only_state)
+                return self.backward(inputs, dy, dW_end, *kept, cu_seqlens, wants_state, only_state)
         key = (dy.stride(), dy.dtype, only_state)
         if key not in self.backs:
             if (aligned := _addressable(dy)) is not dy:
-                return self.backward(inputs, aligned, dW_end, states, inverses, cu_seqlens, wants_state, only_state)
+                return self.backward(inputs, aligned, dW_end, *kept, cu_seqlens, wants_state, only_state)
             if len(self.backs) >= MOST_GRADIENTS:
                 self.backs.clear()
             self.backs[key] = self._backward_starts(dy, only_state)
@@ -307,15 +314,15 @@ class Plan:
             # The second launch reads the right side's gradient as an operand. dv will do where it is that, unrounded.
             if self.separate:
                 dright = torch.empty(self.y_shape, dtype=self.kept_dtype, device=device)
-        given = (q, k, v, a, e, w, cu_seqlens, states, inverses, dy)
+        given = (q, k, v, a, e, w, cu_seqlens, states)
         walk(
-            (*given, final, dq, dk, dv, da, de, dw, dW, dstates, dright),
+            (*given, inverses, errors, dy, final, dq, dk, dv, da, de, dw, dW, dstates, dright),
             self.T,
             int(dW_end is not None),
             int(wants_state),
         )
         if not self.fused and not only_state:
-            chunks((*given, dq, dk, da, de, dw, dstates, dright), self.N, self.T)
+            chunks((*given, errors, dy, dq, dk, da, de, dw, dstates, dright), self.N, self.T)
         return dq, dk, dv, (da, de, dw), dW if wants_state else None
 
 

@@ -27,8 +27,8 @@ def forward(
     keep: bool,
     config: Config,
     features: Features = PLAIN,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """y, the final W, and with `keep` each chunk's state and inverse, and the groups' transitions if there are any."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """y, the final W, with `keep` each chunk's state and inverse and each token's error; the groups' transitions."""
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     length = group_length(q.shape[1], cu_seqlens, config)
     how = (dtype, wide, tied, config, features)
@@ -45,12 +45,13 @@ def forward(
         unit = torch.eye(D, dtype=wide, device=q.device).expand(groups, H, D, D).contiguous()
         walks = plan(q, k, v, gates, groups, bounds, *how)
         inputs = (q, k, v, *gates)
-        _, changes, _, inverses = walks.forward(inputs, None, bounds, False, read=False)
+        _, changes, _, inverses, _ = walks.forward(inputs, None, bounds, False, read=False)
         square = plan(q, k, nothing, gates, groups, bounds, *how)
-        _, transitions, _, _ = square.forward((q, k, nothing, *gates), unit, bounds, False, False, inverses)
+        _, transitions, *_ = square.forward((q, k, nothing, *gates), unit, bounds, False, False, inverses)
         starts = _scan(B, transitions, changes, W, back=False)
-        y, W_end, states, inverses = walks.forward(inputs, starts, bounds, keep, inverses=inverses)
-        return y.view(shape), _one_of_each(B, W_end, -1), states, inverses, transitions
+        y, W_end, *kept = walks.forward(inputs, starts, bounds, keep, inverses=inverses)
+        states, inverses, errors = kept
+        return y.view(shape), _one_of_each(B, W_end, -1), states, inverses, errors, transitions
 
 
 def backward(
@@ -62,6 +63,7 @@ def backward(
     gates: Gates,
     states: Tensor,
     inverses: Tensor,
+    errors: Tensor,
     transitions: Tensor | None,
     cu_seqlens: Tensor | None,
     wide: torch.dtype,
@@ -74,9 +76,10 @@ def backward(
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     length = group_length(q.shape[1], cu_seqlens, config)
     how = (dy.dtype, wide, tied, config, features)
+    kept = (states, inverses, errors)
     if length == 0:
         walks = plan(q, k, v, gates, N, cu_seqlens, *how)
-        return walks.backward((q, k, v, *gates), dy, dW_end, states, inverses, cu_seqlens, wants_state)
+        return walks.backward((q, k, v, *gates), dy, dW_end, *kept, cu_seqlens, wants_state)
     assert transitions is not None
     with torch.cuda.device_of(q):
         (B, T, _, _), sizes = q.shape, (q.shape, k.shape, v.shape)
@@ -85,10 +88,10 @@ def backward(
         dy, inputs = _in_a_row(dy), (q, k, v, *gates)
         walks = plan(q, k, v, gates, bounds.numel() - 1, bounds, *how)
         # What each group makes of no gradient, then the gradients between groups, then everything.
-        *_, changes = walks.backward(inputs, dy, None, states, inverses, bounds, True, only_state=True)
+        *_, changes = walks.backward(inputs, dy, None, *kept, bounds, True, only_state=True)
         assert changes is not None
         ends = _scan(B, transitions, changes, dW_end, back=True)
-        dq, dk, dv, grads, dW = walks.backward(inputs, dy, ends, states, inverses, bounds, wants_state)
+        dq, dk, dv, grads, dW = walks.backward(inputs, dy, ends, *kept, bounds, wants_state)
         dq, dk, dv = (x.view(size) for x, size in zip((dq, dk, dv), sizes, strict=True))
         da, de, dw = (None if grad is None else grad.view(B, T, -1) for grad in grads)
         return dq, dk, dv, (da, de, dw), None if dW is None else _one_of_each(B, dW, 0)
