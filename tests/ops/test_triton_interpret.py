@@ -126,6 +126,13 @@ def test_attention_normalization(rule):
 
 
 @inside
+@pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
+@pytest.mark.parametrize("rule", FAMILY)
+def test_tiles_loaded_both_ways(rule, kernels):
+    run_both(a_problem(rule, D=20, M=20), kernels._replace(twice=1 - kernels.twice))
+
+
+@inside
 @pytest.mark.parametrize("T", [1, 7, 16, 63, 100])
 def test_lengths(T):
     run_both(a_problem("gated_delta", B=2, T=T, H=1, D=8, M=16, dtype=torch.float32))

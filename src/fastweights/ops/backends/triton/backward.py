@@ -17,6 +17,7 @@ from fastweights.ops.backends.triton.gradients import (
     store_key_gradients,
 )
 from fastweights.ops.backends.triton.pieces import (
+    at_or_above,
     dot,
     fine_dot,
     load_both,
@@ -107,6 +108,8 @@ def walk_backward(
     first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
 
     rows = tl.arange(0, C)
+    s = rows[:, None]
+    t = rows[None, :]
     d = tl.arange(0, BLOCK_D)
     m = (program % splits) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_state = (m[:, None] < M) & (d[None, :] < D)
@@ -139,7 +142,11 @@ def walk_backward(
         last = 1.0
         if ERASE:
             erase = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
-            Z = load_turned(inverses + (slot * H + head) * C * C, rows, C, rows, C, C, TWICE)
+            Z_at = inverses + (slot * H + head) * C * C
+            if TWICE:
+                Z = tl.load(Z_at + t * C + s, at_or_above(t, s), 0.0)
+            else:
+                Z = tl.trans(tl.load(Z_at + s * C + t, at_or_above(s, t), 0.0))
         if TIED:
             write = erase
         if WRITE:
@@ -163,17 +170,20 @@ def walk_backward(
             reach = reach_of(a_, C)
             du *= remain[None, :]
             scores *= reach
+        elif C == 64:
+            # So many predicates do not fit in registers of theirs.
+            scores *= (s >= t).to(ACC)
         else:
-            scores = tl.where(rows[:, None] >= rows[None, :], scores, 0.0)
+            scores = tl.where(s >= t, scores, 0.0)
         du += dot(dy_t, scores, OPERAND, PRECISION)
-        # -e dR: the gradient of what was recalled. With one gate for both, that of the values is its opposite.
-        drecall = du
+        # e dR: the gradient of what is not recalled; that of the values where one gate does both.
+        drest = du
         if ERASE:
-            du += fine_dot(du * erase[None, :], Z, OPERAND, PRECISION, False, CAREFUL)
-            drecall = -du * erase[None, :]
+            du += fine_dot(du * (erase * -1.0)[None, :], Z, OPERAND, PRECISION, False, CAREFUL)
+            drest = du * erase[None, :]
         dv_at = dv + token * H * M + head * M
         if TIED:
-            store_columns(dv_at, -drecall, rows, left, m, H * M, M)
+            store_columns(dv_at, drest, rows, left, m, H * M, M)
         elif WRITE:
             store_columns(dv_at, du * write[None, :], rows, left, m, H * M, M)
         else:
@@ -181,7 +191,7 @@ def walk_backward(
 
         if FUSED:
             # Rounded once, as the operand it is below.
-            rounded = drecall.to(OPERAND)
+            rounded = drest.to(OPERAND)
             keys = reach
             scores = reach
             if DECAY:
@@ -218,7 +228,7 @@ def walk_backward(
                 a_before = load_gate(a + gate - gate_token, rows, earlier, gate_token, 1.0, LOGITS, ACC)
                 W_t = tl.load(states + here, in_state, 0.0)
                 whole = tl.sum(tl.sum(dW_t * W_t.to(ACC), 1), 0)
-                dfade = read + recalled + tl.where(rows == C - 1, whole, 0.0)
+                dfade = read - recalled + tl.where(rows == C - 1, whole, 0.0)
                 da_ = decay_gradient(dreach, kept, dfade, reach, a_before, C, SOLVE)
                 store_gate_gradient(da + gate_out, da_, a + gate, rows, left, gate_token, H, LOGITS, ACC)
         else:
@@ -229,10 +239,10 @@ def walk_backward(
         if DECAY:
             dW_t *= last
             dy_t = dy_t.to(ACC) * fade[None, :]
-            drecall *= fade[None, :]
+            drest *= fade[None, :]
         dW_t += dot(dy_t, q_, OPERAND, PRECISION)
         if ERASE:
-            dW_t += fine_dot(drecall, k_, OPERAND, PRECISION, True, CAREFUL)
+            dW_t -= fine_dot(drest, k_, OPERAND, PRECISION, True, CAREFUL)
         token -= C
         slot -= 1
         left += C

@@ -62,7 +62,7 @@ def _changed(config: Config, **changes: int) -> Config:
 
 
 def _fused(chunk: int, columns: int, precision: int, solve: int, warps: int, stages: int) -> Config:
-    return Config(chunk, columns, precision, solve, 1, 0, warps, stages, warps, stages, 1, 1, 16)
+    return Config(chunk, columns, precision, solve, 1, 0, warps, stages, warps, stages, 1, 1, 16, twice=1)
 
 
 def _split(
@@ -75,7 +75,7 @@ def _split(
     chunks: tuple[int, int],
 ) -> Config:
     """`walk` is (warps, stages) of both walks, `chunks` (warps, features) of the launch for the gradients."""
-    return Config(chunk, columns, precision, solve, 0, 1, *walk, *walk, invert_warps, *chunks)
+    return Config(chunk, columns, precision, solve, 0, 1, *walk, *walk, invert_warps, *chunks, twice=int(walk[0] <= 2))
 
 
 # The largest D and M a row is for, smallest first. float16 takes TF32 products: its range is too short for a state.
@@ -84,7 +84,7 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.bfloat16: {
         (16, 16): _fused(32, 16, HALF, HALF, 1, 3),
         (32, 16): _fused(16, 16, HALF, HALF, 1, 2),
-        (32, 32): _fused(32, 32, HALF, HALF, 2, 2),
+        (32, 32): _split(32, 32, HALF, HALF, (2, 2), 1, (1, 32)),
         (64, 16): _fused(16, 16, HALF, HALF, 2, 2),
         # Not the row below: chunks of 64 with fewer than 64 values have ended in an illegal memory access.
         (64, 32): _split(32, 32, HALF, HALF, (4, 2), 2, (4, 64)),
@@ -109,6 +109,12 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     },
     # The interpreter only: tests compare gradients with finite differences in it.
     torch.float64: {(512, 256): _split(16, 32, IEEE, IEEE, (4, 1), 1, (4, 64))},
+}
+
+# Rows for keys that are mapped on chip, where they do not follow from those above: each launch computes the map again,
+# so fewer launches are better.
+MAPPED: dict[torch.dtype, dict[tuple[int, int], Config]] = {
+    torch.bfloat16: {(32, 32): _changed(_fused(32, 32, HALF, HALF, 2, 2), prepared=1)},
 }
 
 # Up to so many walks (sequences times heads) leave most of a GPU idle. Those of so many tokens are cut into groups, so
@@ -140,7 +146,8 @@ def _mapped(config: Config, D: int, M: int) -> Config:
 
 def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int, features: Features = PLAIN) -> Config:
     """The shipped configuration for keys of size D, values of size M, and `walks` pairs of sequence and head."""
-    config = next(row for (keys, values), row in TABLE[dtype].items() if keys >= D and values >= M)
+    rows = TABLE[dtype] | MAPPED.get(dtype, {}) if features.map else TABLE[dtype]
+    config = next(row for (keys, values), row in rows.items() if keys >= D and values >= M)
     if features.map:
         config = _mapped(config, D, M)
     # A transition between groups is D x D and has to fit on chip.

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from fastweights.ops.backends.triton.features import load_features
 from fastweights.ops.backends.triton.pieces import (
+    at_or_above,
     dot,
     fine_dot,
     load_gate,
@@ -134,25 +135,26 @@ def walk_forward(
             u *= load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)[None, :]
         if ERASE:
             e_ = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
+            minus = e_ * -1.0
             recall = dot(W_t, k_t, OPERAND, PRECISION)
             if DECAY:
                 recall *= fade[None, :]
             if PREPARED:
-                Z = tl.load(inverses + s * C + t)
+                Z = tl.load(inverses + s * C + t, at_or_above(s, t), 0.0)
             else:
                 A = tl.where(s < t, dot(k_, k_t, OPERAND, PRECISION), 0.0)
                 if DECAY:
                     A *= reach
                 Z = resolvent(A, e_, C, SOLVE)
-                tl.store(inverses + s * C + t, Z.to(inverses.dtype.element_ty), (s < C) & (keep != 0))
+                tl.store(inverses + s * C + t, Z.to(inverses.dtype.element_ty), at_or_above(s, t) & (keep != 0))
             inverses += H * C * C
             if TIED:
                 error = u - recall
-                error += fine_dot(error * e_[None, :], Z, OPERAND, PRECISION, False, CAREFUL)
+                error += fine_dot(error * minus[None, :], Z, OPERAND, PRECISION, False, CAREFUL)
                 u = error * e_[None, :]
             else:
-                error = -recall
-                error += fine_dot(u + error * e_[None, :], Z, OPERAND, PRECISION, False, CAREFUL)
+                error = recall * -1.0
+                error += fine_dot(error * minus[None, :] - u, Z, OPERAND, PRECISION, False, CAREFUL)
                 u += error * e_[None, :]
             if READ:
                 store_columns(errors, error, rows, tl.where(keep != 0, left, 0), m, H * M, M)
@@ -224,6 +226,7 @@ def invert_chunks(
     rows = tl.arange(0, C)
     s = rows[:, None]
     t = rows[None, :]
+    e_ = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
     keys = tl.zeros((C, C), ACC)
     for f in range(0, D, BLOCK_D):
         d = f + tl.arange(0, BLOCK_D)
@@ -232,9 +235,8 @@ def invert_chunks(
         )
         keys += dot(k_, k_t, OPERAND, PRECISION)
     A = tl.where(s < t, keys, 0.0)
-    e_ = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
     if DECAY:
         A *= reach_transposed(load_gate(a + gate, rows, left, gate_token, 1.0, LOGITS, ACC), C)
     Z = resolvent(A, e_, C, SOLVE)
     inverses += (slot.to(tl.int64) * H + head) * C * C
-    tl.store(inverses + s * C + t, Z.to(inverses.dtype.element_ty))
+    tl.store(inverses + s * C + t, Z.to(inverses.dtype.element_ty), at_or_above(s, t))

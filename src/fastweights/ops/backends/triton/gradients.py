@@ -26,7 +26,7 @@ from fastweights.ops.backends.triton.pieces import (
 def score_gradients(
     u,
     dy_t,
-    drecall,
+    drest,
     scores,
     keys,
     reach,
@@ -36,7 +36,7 @@ def score_gradients(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of q_t·k_s and k_t·k_s as tiles of rows s, as `scores` and `keys` are, and of Γ; `drecall` is -e dR."""
+    """Gradients of q_t·k_s and, negated, of k_t·k_s as tiles of rows s, as `scores` is; of Γ. `drest` is e dR."""
     s = tl.arange(0, C)[:, None]
     t = tl.arange(0, C)[None, :]
     dscores = dot(u, dy_t, OPERAND, PRECISION)
@@ -44,13 +44,13 @@ def score_gradients(
     dkeys = dscores
     if ERASE:
         # Strictly below the diagonal of A.
-        dkeys = tl.where(s < t, dot(u, drecall, OPERAND, PRECISION), 0.0)
+        dkeys = tl.where(s < t, dot(u, drest, OPERAND, PRECISION), 0.0)
     if DECAY:
         reach_t = tl.trans(reach)
         dreach = dscores * scores
         dscores *= reach_t
         if ERASE:
-            dreach += dkeys * keys
+            dreach -= dkeys * keys
             dkeys *= reach_t
     else:
         dscores = tl.where(s <= t, dscores, 0.0)
@@ -67,7 +67,7 @@ def key_gradients(
     dW_t,
     u,
     dy_t,
-    drecall,
+    drest,
     dscores,
     dkeys,
     fade,
@@ -93,13 +93,12 @@ def key_gradients(
     dk += dot(dscores, q, OPERAND, PRECISION)
     recalled = tl.zeros_like(fade)
     if ERASE:
-        dk += dot(dkeys, k, OPERAND, PRECISION)
-        dk_t = dot(W, drecall, OPERAND, PRECISION)
+        less = dot(W, drest, OPERAND, PRECISION)
         if DECAY:
-            recalled = tl.sum(dk_t * k_t.to(dk_t.dtype), 0)
-            dk_t *= fade[None, :]
-        dk_t += dot(k_t, dkeys, OPERAND, PRECISION)
-        dk += tl.trans(dk_t)
+            recalled = tl.sum(less * k_t.to(less.dtype), 0)
+            less *= fade[None, :]
+        less += dot(k_t, dkeys, OPERAND, PRECISION)
+        dk = dk - dot(dkeys, k, OPERAND, PRECISION) - tl.trans(less)
     return dq, dk, recalled, read, kept
 
 
@@ -260,57 +259,78 @@ def chunk_gradients(
         remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
         reach = reach_of(a_, C)
 
+    # Loads first: none passes a barrier, and turning a tile takes one, so each would be waited for on its own.
+    WHOLE: tl.constexpr = BLOCK_D >= D
+    EARLY: tl.constexpr = BLOCK_D >= D and BLOCK_D * BLOCK_M <= 4096
     at = (token * H + head) * M
-    u = tl.zeros((C, BLOCK_M), ACC)
-    error = u
+    dy_ = load_rows(dy + token * dy_token + head * dy_head, rows, left, m, dy_token, M)
+    du = load_rows(dright + at, rows, left, m, H * M, M)
+    v_ = du
+    if not TIED:
+        v_ = load_rows(v + token * v_token + head * v_head, rows, left, m, v_token, M)
+    error = du
     if ERASE:
         erase = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
-        error = load_rows(errors + at, rows, left, m, H * M, M).to(ACC)
-        u = error * erase[:, None]
-    v_ = u
-    if not TIED:
-        v_ = load_rows(v + token * v_token + head * v_head, rows, left, m, v_token, M).to(ACC)
+        error = load_rows(errors + at, rows, left, m, H * M, M)
+    write = tl.full((C,), 1.0, ACC)
     if WRITE:
-        u += v_ * load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)[:, None]
-    elif not TIED:
-        u += v_
+        write = load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
+    if EARLY:
+        W_t = load_rows(states + state, m, M, features, D, D)
+        dW_t = load_rows(dstates + state, m, M, features, D, D)
+    if WHOLE:
+        k_, k_t = load_features(
+            k, rows, left, features, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
+        )
+        q_, q_t = load_features(
+            q, rows, left, features, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
+        )
+
+    if TIED:
+        u = error.to(ACC) * erase[:, None]
+    else:
+        u = v_.to(ACC) * write[:, None]
+        if ERASE:
+            u += error.to(ACC) * erase[:, None]
     scores = tl.zeros((C, C), ACC)
     keys = tl.zeros((C, C), ACC)
     if DECAY:
         for f in range(0, D, BLOCK_D):
             d = f + features
-            k_, k_t = load_features(
-                k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
-            )
-            _, q_t = load_features(
-                q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
-            )
+            if not WHOLE:
+                k_, k_t = load_features(
+                    k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
+                )
+                q_, q_t = load_features(
+                    q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
+                )
             scores += dot(k_, q_t, OPERAND, PRECISION)
             if ERASE:
                 keys += dot(k_, k_t, OPERAND, PRECISION)
 
-    du = load_rows(dright + at, rows, left, m, H * M, M)
-    dy_t = tl.trans(load_rows(dy + token * dy_token + head * dy_head, rows, left, m, dy_token, M))
+    dy_t = tl.trans(dy_)
     # Rounded once, as the operands they are below.
-    drecall = tl.trans((-du.to(ACC) * erase[:, None]).to(OPERAND))
+    drest = tl.trans((du.to(ACC) * erase[:, None]).to(OPERAND))
     u = u.to(OPERAND)
-    dscores, dkeys, dreach = score_gradients(u, dy_t, drecall, scores, keys, reach, C, DECAY, ERASE, OPERAND, PRECISION)
+    dscores, dkeys, dreach = score_gradients(u, dy_t, drest, scores, keys, reach, C, DECAY, ERASE, OPERAND, PRECISION)
     recalled = tl.zeros((C,), ACC)
     read = tl.zeros((C,), ACC)
     kept = tl.zeros((C,), ACC)
     whole = tl.zeros((), ACC)
     for f in range(0, D, BLOCK_D):
         d = f + features
-        q_, q_t = load_features(
-            q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
-        )
-        k_, k_t = load_features(
-            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
-        )
-        W_t = load_rows(states + state, m, M, d, D, D)
-        dW_t = load_rows(dstates + state, m, M, d, D, D)
+        if not WHOLE:
+            q_, q_t = load_features(
+                q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
+            )
+            k_, k_t = load_features(
+                k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
+            )
+        if not EARLY:
+            W_t = load_rows(states + state, m, M, d, D, D)
+            dW_t = load_rows(dstates + state, m, M, d, D, D)
         dq_t, dk_, recalled_, read_, kept_ = key_gradients(
-            q_, q_t, k_, k_t, tl.trans(W_t), dW_t, u, dy_t, drecall, dscores, dkeys, fade, remain,
+            q_, q_t, k_, k_t, tl.trans(W_t), dW_t, u, dy_t, drest, dscores, dkeys, fade, remain,
             DECAY, ERASE, OPERAND, PRECISION,
         )  # fmt: skip
         store_key_gradients(
@@ -324,13 +344,13 @@ def chunk_gradients(
             whole += tl.sum(tl.sum(dW_t.to(ACC) * W_t.to(ACC), 1), 0)
 
     if ERASE:
-        de_ = tl.sum(du.to(ACC) * error, 1)
+        de_ = tl.sum(du.to(ACC) * error.to(ACC), 1)
         store_gate_gradient(de + gate_out, de_, e + gate, rows, left, gate_token, H, LOGITS, ACC)
     if WRITE:
-        dw_ = tl.sum(du.to(ACC) * v_, 1)
+        dw_ = tl.sum(du.to(ACC) * v_.to(ACC), 1)
         store_gate_gradient(dw + gate_out, dw_, w + gate, rows, left, gate_token, H, LOGITS, ACC)
     if DECAY:
         a_before = load_gate(a + gate - gate_token, rows, tl.where(rows > 0, left, 0), gate_token, 1.0, LOGITS, ACC)
-        dfade = read + recalled + tl.where(rows == C - 1, whole, 0.0)
+        dfade = read - recalled + tl.where(rows == C - 1, whole, 0.0)
         da_ = decay_gradient(dreach, kept, dfade, reach, a_before, C, SOLVE)
         store_gate_gradient(da + gate_out, da_, a + gate, rows, left, gate_token, H, LOGITS, ACC)

@@ -161,7 +161,7 @@ def reach_transposed(a, C: tl.constexpr):
 
 @triton.jit
 def resolvent(A, e, C: tl.constexpr, PRECISION: tl.constexpr):
-    """Z = -A (I + diag(e) A)^-1 = -(I + A diag(e))^-1 A for a strictly upper triangular A, by doubling blocks.
+    """Z = A (I + diag(e) A)^-1 = (I + A diag(e))^-1 A for a strictly upper triangular A, by doubling blocks.
 
     No power of A is formed, so entries stay as small as those of the result. Only blocks on the diagonal are ever
     multiplied, as a batch, which spares the products with zeros between them.
@@ -170,6 +170,8 @@ def resolvent(A, e, C: tl.constexpr, PRECISION: tl.constexpr):
     the memory does not grow by four orders of magnitude inside a chunk, no entry of Z does.
     """
     G: tl.constexpr = C // 16
+    # Times -1.0, here and elsewhere: the compiler has to subtract -x from 0, but need not do anything for this.
+    e *= -1.0
     Z = _first_blocks(_diagonal(A, G, 16), tl.reshape(e, (G, 16)) if G > 1 else e, G, PRECISION)
     if C == 32:
         Z = _widened(Z, A, e, 1, 16, PRECISION)
@@ -177,6 +179,12 @@ def resolvent(A, e, C: tl.constexpr, PRECISION: tl.constexpr):
         Z = _widened(Z, _diagonal(A, 2, 32), tl.reshape(e, (2, 32)), 2, 16, PRECISION)
         Z = _widened(Z, A, e, 1, 32, PRECISION)
     return Z
+
+
+@triton.jit
+def at_or_above(s, t):
+    """Where blocks of width 16 of an upper triangle stand; the others are neither written nor read."""
+    return (s // 16) <= (t // 16)
 
 
 @triton.jit
@@ -199,17 +207,17 @@ def _first_blocks(A, e, G: tl.constexpr, PRECISION: tl.constexpr):
     """Z for blocks of width 16: (G, 16, 16) with e (G, 16), or (16, 16) with (16,) for G = 1.
 
     With X = (I + A diag(e))^-1 for blocks of width b, and 0 between them, that of blocks of width 2b is
-    X - X A diag(e) X where the halves of one meet. Where they do not, -X A is Z.
+    X - X A diag(e) X where the halves of one meet. Where they do not, X A is Z. Here e has the other sign.
     """
     # The highest bit in which two positions differ tells the width at which they first share a block.
     apart = tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :]
     if G > 1:
         apart = apart[None, :, :]
     e = tl.expand_dims(e, -2)
-    X = tl.where(apart == 0, 1.0, tl.where(apart == 1, -A * e, 0.0)).to(A.dtype)
+    X = tl.where(apart == 0, 1.0, tl.where(apart == 1, A * e, 0.0)).to(A.dtype)
     for bit in tl.static_range(1, 3):
-        X -= tl.where((apart >> bit) == 1, _product(_product(X, A, PRECISION) * e, X, PRECISION), 0.0)
-    Z = -_product(X, A, PRECISION)
+        X += tl.where((apart >> bit) == 1, _product(_product(X, A, PRECISION) * e, X, PRECISION), 0.0)
+    Z = _product(X, A, PRECISION)
     return Z + _product(tl.where(apart < 8, 0.0, Z) * e, tl.where(apart < 8, Z, 0.0), PRECISION)
 
 
@@ -217,7 +225,8 @@ def _first_blocks(A, e, G: tl.constexpr, PRECISION: tl.constexpr):
 def _widened(Z, A, e, G: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
     """Z for G blocks of twice the WIDTH, given A and e for them, from Z for 2 G blocks; no batch for G = 1.
 
-    Of A = [[A_1, B], [0, A_2]] it is [[Z_1, Z_B], [0, Z_2]] with Z_B = S + S diag(e_2) Z_2, S = -B - Z_1 diag(e_1) B.
+    Of A = [[A_1, B], [0, A_2]] it is [[Z_1, Z_B], [0, Z_2]] with Z_B = S - S diag(e_2) Z_2, S = B - Z_1 diag(e_1) B.
+    Here e has the other sign.
     """
     half = tl.arange(0, 2)
     i = half[None, :, None, None, None]
@@ -227,7 +236,7 @@ def _widened(Z, A, e, G: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.conste
     gates = tl.reshape(e, (G, 2, WIDTH))
     Z_1 = tl.sum(tl.where(half[None, :, None, None, None] == 0, pair, -0.0), 1)
     Z_2 = tl.sum(tl.where(half[None, :, None, None, None] == 1, pair, -0.0), 1)
-    B = -tl.sum(tl.sum(tl.where((i == 0) & (j == 1), quarters, -0.0), 3), 1)
+    B = tl.sum(tl.sum(tl.where((i == 0) & (j == 1), quarters, -0.0), 3), 1)
     e_1 = tl.sum(tl.where(half[None, :, None] == 0, gates, -0.0), 1)
     e_2 = tl.sum(tl.where(half[None, :, None] == 1, gates, -0.0), 1)
     if G == 1:
