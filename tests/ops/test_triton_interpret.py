@@ -129,7 +129,8 @@ def test_attention_normalization(rule):
 @pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
 @pytest.mark.parametrize("rule", FAMILY)
 def test_tiles_loaded_both_ways(rule, kernels):
-    run_both(a_problem(rule, D=20, M=20), kernels._replace(twice=1 - kernels.twice))
+    """Or not, and chunks in batches, the last of which is not full."""
+    run_both(a_problem(rule, D=20, M=20), kernels._replace(twice=1 - kernels.twice, batch=2))
 
 
 @inside
@@ -177,7 +178,7 @@ def test_products_of_two_parts():
 
 
 @inside
-@pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
+@pytest.mark.parametrize("kernels", [FUSED, SPLIT, SPLIT._replace(batch=3)], ids=["fused", "split", "batches"])
 def test_packed_sequences(kernels):
     """Also an empty one at each end, one of a single token, and one that fills a chunk exactly."""
     run_both(a_problem("gated_delta", T=70, H=2, D=16, M=16, bounds=[0, 0, 1, 17, 33, 52, 70, 70]), kernels)

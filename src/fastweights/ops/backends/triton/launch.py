@@ -243,8 +243,9 @@ class Plan:
         key = (dy.dtype, unit, strides, only_state)
         walk = self._start(walk_backward, self._programs(block), strides, more, pace, *key)
         blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M), "UNIT": unit}
-        programs = self.shapes[1][0][0] * self.H
-        pace = paced(config.chunk_warps, 1, config.registers)
+        blocks |= {"BATCH": config.batch, "TWICE": config.twice and config.batch > 1}
+        programs = -(-self.shapes[1][0][0] // config.batch) * self.H
+        pace = paced(config.chunk_warps, min(config.batch, 2), config.registers)
         return walk, self._start(chunk_gradients, programs, strides, blocks, pace, *key)
 
     def compile(self, bounds: torch.dtype | None, groups: bool) -> list[Any]:
