@@ -145,7 +145,7 @@ def walk_forward(
                 A = tl.where(s < t, dot(k_, k_t, OPERAND, PRECISION), 0.0)
                 if DECAY:
                     A *= reach
-                Z = resolvent(A, e_, C, SOLVE)
+                Z = resolvent(A, e_, C, OPERAND, SOLVE)
                 tl.store(inverses + s * C + t, Z.to(inverses.dtype.element_ty), at_or_above(s, t) & (keep != 0))
             inverses += H * C * C
             if TIED:
@@ -237,6 +237,6 @@ def invert_chunks(
     A = tl.where(s < t, keys, 0.0)
     if DECAY:
         A *= reach_transposed(load_gate(a + gate, rows, left, gate_token, 1.0, LOGITS, ACC), C)
-    Z = resolvent(A, e_, C, SOLVE)
+    Z = resolvent(A, e_, C, OPERAND, SOLVE)
     inverses += (slot.to(tl.int64) * H + head) * C * C
     tl.store(inverses + s * C + t, Z.to(inverses.dtype.element_ty), at_or_above(s, t))

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.ops.backends.triton.backward import walk_backward
+from fastweights.ops.backends.triton.chunks import chunk_gradients
 from fastweights.ops.backends.triton.configs import (
     HALF,
     PRECISIONS,
@@ -20,14 +21,12 @@ from fastweights.ops.backends.triton.configs import (
     power_of_two,
 )
 from fastweights.ops.backends.triton.forward import invert_chunks, walk_forward
-from fastweights.ops.backends.triton.gradients import chunk_gradients
 from fastweights.ops.backends.triton.start import MOST_SHAPES, Constants, Start, kind_of, paced
+from fastweights.ops.backends.triton.strides import Gates, addressable, even, in_units, strides_of
 from fastweights.ops.features import Features
 
 # Kinds of dy that a plan is ready for at a time.
 MOST_GRADIENTS = 64
-
-Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 TYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -39,45 +38,6 @@ TYPES = {
 
 def _type_of(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
-
-
-def even(gates: Gates, axis: int = 1) -> tuple[Gates, tuple[int, int]]:
-    """The gates with strides that they all have, and those strides, of `axis` (tokens, or 0 for batches) and heads."""
-    there = [gate for gate in gates if gate is not None]
-    if not there:
-        return gates, (1, 1)
-    strides = there[0].stride()
-    if any(gate.stride() != strides for gate in there) or (axis == 1 and not _in_line(there[0])):
-        a, e, w = (None if gate is None else gate.contiguous() for gate in gates)
-        H, T = there[0].shape[2], there[0].shape[1]
-        return (a, e, w), (H if axis == 1 else H * T, 1)
-    return gates, (strides[axis], strides[2])
-
-
-def _in_line(x: Tensor) -> bool:
-    """Whether tokens (B, T, H, ...) follow one another from batch to batch, by strides that fit 32 bits."""
-    batch, token, head, *_ = x.stride()
-    return (x.shape[0] == 1 or batch == x.shape[1] * token) and 0 <= token < 2**24 and 0 <= head < 2**31
-
-
-def _addressable(x: Tensor) -> Tensor:
-    """x (B, T, H, ·) with adjacent features, batches that follow each other in time, and strides that fit 32 bits."""
-    return x if x.stride(3) == 1 and _in_line(x) else x.contiguous()
-
-
-# Strides that are multiples of so many entries are passed as such multiples; Triton itself only looks for 16.
-_UNIT = 8
-
-
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride for x in tensors for stride in x.stride()[1:3])
-
-
-def _in_units(strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """The unit, and how many of it the strides are."""
-    if any(stride % _UNIT for stride in strides):
-        return 1, strides
-    return _UNIT, tuple(stride // _UNIT for stride in strides)
 
 
 class Plan:
@@ -120,8 +80,8 @@ class Plan:
         self.fused = bool(config.fused)
         self.separate = not self.fused and (tied or w is not None or self.kept_dtype != v.dtype)
         self.gate_strides = even((a, e, w))[1]
-        self.raw_strides = _strides(q, k, v)
-        unit, strides = _in_units(self.raw_strides)
+        self.raw_strides = strides_of(q, k, v)
+        unit, strides = in_units(self.raw_strides)
         self.strides = (*strides, *self.gate_strides)
         self.packed, precision = cu_seqlens is not None, PRECISIONS[config.precision]
         self.constants = {
@@ -167,7 +127,7 @@ class Plan:
         q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, e: Tensor | None, w: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """The inputs with strides that the kernels can take."""
-        return _addressable(q), _addressable(k), _addressable(v), *even((a, e, w))[0]
+        return addressable(q), addressable(k), addressable(v), *even((a, e, w))[0]
 
     def _start(
         self,
@@ -234,7 +194,7 @@ class Plan:
     def _backward_starts(self, dy: Tensor, only_state: bool) -> tuple[Start, Start]:
         """The walk back, and the launch for what is left by it, for dy with these strides."""
         config = self.config
-        unit, strides = _in_units((*self.raw_strides, *_strides(dy)))
+        unit, strides = in_units((*self.raw_strides, *strides_of(dy)))
         strides = (*strides, *self.gate_strides)
         fused = self.fused and not only_state
         block = power_of_two(self.M) if fused else self.block
@@ -290,7 +250,7 @@ class Plan:
                 return self.backward(inputs, dy, dW_end, *kept, cu_seqlens, wants_state, only_state)
         key = (dy.stride(), dy.dtype, only_state)
         if key not in self.backs:
-            if (aligned := _addressable(dy)) is not dy:
+            if (aligned := addressable(dy)) is not dy:
                 return self.backward(inputs, aligned, dW_end, *kept, cu_seqlens, wants_state, only_state)
             if len(self.backs) >= MOST_GRADIENTS:
                 self.backs.clear()

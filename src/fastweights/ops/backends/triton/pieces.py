@@ -160,24 +160,25 @@ def reach_transposed(a, C: tl.constexpr):
 
 
 @triton.jit
-def resolvent(A, e, C: tl.constexpr, PRECISION: tl.constexpr):
+def resolvent(A, e, C: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Z = A (I + diag(e) A)^-1 = (I + A diag(e))^-1 A for a strictly upper triangular A, by doubling blocks.
 
     No power of A is formed, so entries stay as small as those of the result. Only blocks on the diagonal are ever
     multiplied, as a batch, which spares the products with zeros between them.
 
-    "16-bit" stands for float16, which has the digits of TF32 and half its instructions. Its range is enough: where
-    the memory does not grow by four orders of magnitude inside a chunk, no entry of Z does.
+    "16-bit" stands for float16 where A has been multiplied by e: it has the digits of TF32 and half its instructions,
+    and its range is enough, since what the memory makes of one token at a later one stays small. A and Z themselves
+    have the square of the keys' length, whatever e is: they enter as `OPERAND`, in which Z is kept.
     """
     G: tl.constexpr = C // 16
     # Times -1.0, here and elsewhere: the compiler has to subtract -x from 0, but need not do anything for this.
     e *= -1.0
-    Z = _first_blocks(_diagonal(A, G, 16), tl.reshape(e, (G, 16)) if G > 1 else e, G, PRECISION)
+    Z = _first_blocks(_diagonal(A, G, 16), tl.reshape(e, (G, 16)) if G > 1 else e, G, OPERAND, PRECISION)
     if C == 32:
-        Z = _widened(Z, A, e, 1, 16, PRECISION)
+        Z = _widened(Z, A, e, 1, 16, OPERAND, PRECISION)
     elif C == 64:
-        Z = _widened(Z, _diagonal(A, 2, 32), tl.reshape(e, (2, 32)), 2, 16, PRECISION)
-        Z = _widened(Z, A, e, 1, 32, PRECISION)
+        Z = _widened(Z, _diagonal(A, 2, 32), tl.reshape(e, (2, 32)), 2, 16, OPERAND, PRECISION)
+        Z = _widened(Z, A, e, 1, 32, OPERAND, PRECISION)
     return Z
 
 
@@ -188,8 +189,8 @@ def at_or_above(s, t):
 
 
 @triton.jit
-def _product(x, y, PRECISION: tl.constexpr):
-    return dot(x, y, tl.float16, "ieee") if PRECISION == "16-bit" else dot(x, y, x.dtype, PRECISION)
+def _product(x, y, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    return dot(x, y, OPERAND, "ieee") if PRECISION == "16-bit" else dot(x, y, x.dtype, PRECISION)
 
 
 @triton.jit
@@ -203,7 +204,7 @@ def _diagonal(A, G: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _first_blocks(A, e, G: tl.constexpr, PRECISION: tl.constexpr):
+def _first_blocks(A, e, G: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Z for blocks of width 16: (G, 16, 16) with e (G, 16), or (16, 16) with (16,) for G = 1.
 
     With X = (I + A diag(e))^-1 for blocks of width b, and 0 between them, that of blocks of width 2b is
@@ -214,15 +215,17 @@ def _first_blocks(A, e, G: tl.constexpr, PRECISION: tl.constexpr):
     if G > 1:
         apart = apart[None, :, :]
     e = tl.expand_dims(e, -2)
-    X = tl.where(apart == 0, 1.0, tl.where(apart == 1, A * e, 0.0)).to(A.dtype)
+    scaled = A * e
+    X = tl.where(apart == 0, 1.0, tl.where(apart == 1, scaled, 0.0)).to(A.dtype)
     for bit in tl.static_range(1, 3):
-        X += tl.where((apart >> bit) == 1, _product(_product(X, A, PRECISION) * e, X, PRECISION), 0.0)
-    Z = _product(X, A, PRECISION)
-    return Z + _product(tl.where(apart < 8, 0.0, Z) * e, tl.where(apart < 8, Z, 0.0), PRECISION)
+        half = _product(X, scaled, tl.float16, PRECISION)
+        X += tl.where((apart >> bit) == 1, _product(half, X, tl.float16, PRECISION), 0.0)
+    Z = _product(X, A, OPERAND, PRECISION)
+    return Z + _product(tl.where(apart < 8, 0.0, Z) * e, tl.where(apart < 8, Z, 0.0), OPERAND, PRECISION)
 
 
 @triton.jit
-def _widened(Z, A, e, G: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+def _widened(Z, A, e, G: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Z for G blocks of twice the WIDTH, given A and e for them, from Z for 2 G blocks; no batch for G = 1.
 
     Of A = [[A_1, B], [0, A_2]] it is [[Z_1, Z_B], [0, Z_2]] with Z_B = S - S diag(e_2) Z_2, S = B - Z_1 diag(e_1) B.
@@ -248,8 +251,8 @@ def _widened(Z, A, e, G: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.conste
     else:
         Z_1 = tl.reshape(Z_1, (G, WIDTH, WIDTH))
         Z_2 = tl.reshape(Z_2, (G, WIDTH, WIDTH))
-    S = B + _product(Z_1 * tl.expand_dims(e_1, -2), B, PRECISION)
-    Z_B = S + _product(S * tl.expand_dims(e_2, -2), Z_2, PRECISION)
+    S = B + _product(Z_1 * tl.expand_dims(e_1, -2), B, OPERAND, PRECISION)
+    Z_B = S + _product(S * tl.expand_dims(e_2, -2), Z_2, OPERAND, PRECISION)
     shape: tl.constexpr = (G, 1, WIDTH, 1, WIDTH)
     lower = tl.where(j == 1, tl.reshape(Z_2, shape), 0.0)
     upper = tl.where(j == 1, tl.reshape(Z_B, shape), tl.reshape(Z_1, shape))

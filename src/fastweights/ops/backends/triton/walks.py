@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fastweights.ops.backends.triton.configs import Config, group_length, power_of_two
 from fastweights.ops.backends.triton.groups import scan_groups
-from fastweights.ops.backends.triton.launch import Gates, plan
+from fastweights.ops.backends.triton.launch import plan
 from fastweights.ops.backends.triton.start import Constants, Start, paced
+from fastweights.ops.backends.triton.strides import Gates
 from fastweights.ops.features import PLAIN, Features
 
 
