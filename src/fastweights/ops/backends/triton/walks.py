@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,14 +123,16 @@ def compile_side_by_side(
         q, k, v, gates = _in_a_row(q), _in_a_row(k), _in_a_row(v), _gates_in_a_row(gates)
         N = cu_seqlens.numel() - 1
     walks = plan(q, k, v, gates, N, cu_seqlens, q.dtype, wide, tied, config, features)
-    with ThreadPoolExecutor(4) as pool:
-        with AsyncCompileMode(pool, ignore_errors=True):
-            kernels = walks.compile(None if cu_seqlens is None else cu_seqlens.dtype, bool(length))
-        compiled = [kernel.result(True) if hasattr(kernel, "result") else kernel for kernel in kernels]
-        # Some versions compile a launcher in C for each kernel, and keep it on disk for whoever asks next.
-        launchers = [pool.submit(driver.active.launcher_cls, x.src, x.metadata) for x in compiled if x is not None]
-        for launcher in launchers:
-            launcher.exception()
+
+    def launcher(kernel: Any) -> None:
+        """Some versions compile one in C for each kernel, and keep it on disk for whoever asks next."""
+        compiled = kernel.future.result() if hasattr(kernel, "future") else kernel
+        driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+    # The mode waits for its kernels at its end: what waits for them too has threads of its own.
+    with ThreadPoolExecutor(8) as pool, ThreadPoolExecutor(8) as waiting, AsyncCompileMode(pool, ignore_errors=True):
+        for kernel in walks.compile(None if cu_seqlens is None else cu_seqlens.dtype, bool(length)):
+            waiting.submit(launcher, kernel)
 
 
 def _bounds(B: int, T: int, length: int, device: torch.device) -> Tensor:
