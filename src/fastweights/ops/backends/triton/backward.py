@@ -2,7 +2,8 @@
 """The walk back through all chunks: the gradient of the state, and with `FUSED` every other gradient on the way.
 
 Without `FUSED` a program takes some value columns only, and leaves the gradient of the state after each chunk and that
-of the solved system's right side to `gradients.chunk_gradients`.
+of the right side of the equation for U to `chunks.chunk_gradients`; with `ONLY` it leaves nothing but the gradient of
+the first state.
 """
 
 import triton
@@ -81,6 +82,7 @@ def walk_backward(
     TIED: tl.constexpr,
     PACKED: tl.constexpr,
     FUSED: tl.constexpr,
+    ONLY: tl.constexpr,
     RIGHT: tl.constexpr,
     MAP: tl.constexpr,
     SUM: tl.constexpr,
@@ -182,12 +184,13 @@ def walk_backward(
             du += fine_dot(du * (erase * -1.0)[None, :], Z, OPERAND, PRECISION, False, CAREFUL)
             drest = du * erase[None, :]
         dv_at = dv + token * H * M + head * M
-        if TIED:
-            store_columns(dv_at, drest, rows, left, m, H * M, M)
-        elif WRITE:
-            store_columns(dv_at, du * write[None, :], rows, left, m, H * M, M)
-        else:
-            store_columns(dv_at, du, rows, left, m, H * M, M)
+        if not ONLY:
+            if TIED:
+                store_columns(dv_at, drest, rows, left, m, H * M, M)
+            elif WRITE:
+                store_columns(dv_at, du * write[None, :], rows, left, m, H * M, M)
+            else:
+                store_columns(dv_at, du, rows, left, m, H * M, M)
 
         if FUSED:
             # Rounded once, as the operand it is below.
@@ -231,7 +234,7 @@ def walk_backward(
                 dfade = read - recalled + tl.where(rows == C - 1, whole, 0.0)
                 da_ = decay_gradient(dreach, kept, dfade, reach, a_before, C, SOLVE)
                 store_gate_gradient(da + gate_out, da_, a + gate, rows, left, gate_token, H, LOGITS, ACC)
-        else:
+        elif not ONLY:
             tl.store(dstates + here, dW_t.to(dstates.dtype.element_ty), in_state)
             if RIGHT:
                 store_columns(dright + token * H * M + head * M, du, rows, left, m, H * M, M)

@@ -121,10 +121,12 @@ def mapped(
         phi = one * factor(x, rows, left, stride, True, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION)
     else:
         raw = load_raw(x, rows, left, stride, AXIS, R, BLOCK_R).to(ACC)
-        phi = rectified(raw)
         if MAP == ELU:
+            phi = tl.where(raw > 0, raw + 1.0, tl.exp(raw))
             inside = tl.expand_dims(rows < left, AXIS) & tl.expand_dims(tl.arange(0, BLOCK_R) < R, 1 - AXIS)
-            phi = tl.where(inside, tl.exp(below(raw)) + phi, 0.0)
+            phi = tl.where(inside, phi, 0.0)
+        else:
+            phi = rectified(raw)
     return phi
 
 
@@ -215,10 +217,7 @@ def raw_gradient(
                 dx = dot(first, done, OPERAND, PRECISION) + dot(second, dother, OPERAND, PRECISION)
         else:
             raw = load_raw(x, rows, left, stride, AXIS, R, BLOCK_R).to(ACC)
-            if MAP == ELU:
-                dx *= tl.exp(below(raw))
-            else:
-                dx = tl.where(raw > 0, dx, 0.0)
+            dx = tl.where(raw > 0, dx, dx * tl.exp(raw) if MAP == ELU else 0.0)
     return dx
 
 

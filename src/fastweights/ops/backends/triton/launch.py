@@ -198,7 +198,7 @@ class Plan:
         strides = (*strides, *self.gate_strides)
         fused = self.fused and not only_state
         block = power_of_two(self.M) if fused else self.block
-        more = {"BLOCK_M": block, "FUSED": fused, "RIGHT": self.separate, "UNIT": unit}
+        more = {"BLOCK_M": block, "FUSED": fused, "ONLY": only_state, "RIGHT": self.separate, "UNIT": unit}
         pace = paced(config.backward_warps, config.backward_stages)
         key = (dy.dtype, unit, strides, only_state)
         walk = self._start(walk_backward, self._programs(block), strides, more, pace, *key)
@@ -260,21 +260,19 @@ class Plan:
             inputs = self.ready(*inputs)
         q, k, v, a, e, w = inputs
         device = self.device
-        dv = torch.empty(self.y_shape, dtype=self.q_dtype, device=device)
+        size = (0,) if only_state else self.y_shape
+        dv = torch.empty(size, dtype=self.q_dtype, device=device)
         dq = dv if only_state else torch.empty(self.q_shape, dtype=self.q_dtype, device=device)
         dk = dv if only_state else torch.empty(self.q_shape, dtype=self.q_dtype, device=device)
         da, de, dw = (
-            None if kind is None else torch.empty(self.gate_shape, dtype=kind, device=device)
+            None if kind is None else torch.empty(size if only_state else self.gate_shape, dtype=kind, device=device)
             for kind in self.gate_dtypes
         )
         dW = torch.empty(self.W_shape, dtype=self.wide, device=device) if wants_state else self.nothing
         final = self.nothing if dW_end is None else dW_end.contiguous()
-        dstates, dright = states, dv
-        if not self.fused or only_state:
-            dstates = torch.empty_like(states)
-            # The second launch reads the right side's gradient as an operand. dv will do where it is that, unrounded.
-            if self.separate:
-                dright = torch.empty(self.y_shape, dtype=self.kept_dtype, device=device)
+        dstates = states if self.fused or only_state else torch.empty_like(states)
+        # The second launch reads the right side's gradient as an operand. dv will do where it is that, unrounded.
+        dright = torch.empty(size, dtype=self.kept_dtype, device=device) if self.separate else dv
         given = (q, k, v, a, e, w, cu_seqlens, states)
         walk(
             (*given, inverses, errors, dy, final, dq, dk, dv, da, de, dw, dW, dstates, dright),

@@ -170,6 +170,6 @@ def _scan(B: int, transitions: Tensor, changes: Tensor, initial: Tensor | None, 
 
     depends_on = (changes.device.index, changes.dtype, H, D, M, back)
     programs = B * H * -(-M // block)
-    start = Start(scan_groups, depends_on, programs, (), constants, paced(4, 1), changes.device)
+    start = Start(scan_groups, depends_on, programs, (), constants, paced(4, 3), changes.device)
     start((transitions, changes, begin, states), groups // B, int(initial is not None))
     return states
