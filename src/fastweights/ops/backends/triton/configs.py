@@ -114,7 +114,7 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
 
 # Rows for keys that are mapped on chip, where they do not follow from those above: each launch computes the map again,
 # so fewer launches are better.
-MAPPED: dict[torch.dtype, dict[tuple[int, int], Config]] = {
+MAPPED_ROWS: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.bfloat16: {(32, 32): _changed(_fused(32, 32, HALF, HALF, 2, 2), prepared=1)},
 }
 
@@ -139,15 +139,15 @@ def _mapped(config: Config, D: int, M: int) -> Config:
         return config
     if config.precision == HALF and size == 128 and M <= 16:
         # DPFP-3 of the smallest heads: 0.56 ms for what two launches take 1.64 for, the maps being formed once less.
-        stages = {"forward_stages": 2, "backward_stages": 2}
-        return _changed(config, fused=1, prepared=0, chunk=16, forward_warps=2, backward_warps=2, **stages)
+        walk = {"forward_warps": 2, "forward_stages": 2, "backward_warps": 2, "backward_stages": 2, "twice": 1}
+        return _changed(config, fused=1, prepared=0, chunk=16, **walk)
     chunk, invert_warps, chunk_warps = next(row for keys, row in _MAPPED.items() if keys >= D)
     return _changed(config, chunk=min(chunk, config.chunk), invert_warps=invert_warps, chunk_warps=chunk_warps)
 
 
 def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int, features: Features = PLAIN) -> Config:
     """The shipped configuration for keys of size D, values of size M, and `walks` pairs of sequence and head."""
-    rows = TABLE[dtype] | MAPPED.get(dtype, {}) if features.map else TABLE[dtype]
+    rows = TABLE[dtype] | MAPPED_ROWS.get(dtype, {}) if features.map else TABLE[dtype]
     config = next(row for (keys, values), row in rows.items() if keys >= D and values >= M)
     if features.map:
         config = _mapped(config, D, M)

@@ -19,14 +19,14 @@ DPFP = tl.constexpr(3)
 
 @triton.jit
 def rectified(x):
-    """max(0, x). Not `tl.maximum`, which makes 0 of what is not a number."""
-    return tl.where(x < 0, 0.0, x)
+    """max(0, x). Not a plain `tl.maximum`, which makes 0 of what is not a number."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def below(x):
     """min(0, x), likewise."""
-    return tl.where(x > 0, 0.0, x)
+    return tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
