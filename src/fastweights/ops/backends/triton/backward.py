@@ -9,7 +9,7 @@ the first state.
 import triton
 import triton.language as tl
 
-from fastweights.ops.backends.triton.features import load_features
+from fastweights.ops.backends.triton.features import gate_slope, load_features, load_raw
 from fastweights.ops.backends.triton.gradients import (
     decay_gradient,
     key_gradients,
@@ -154,6 +154,18 @@ def walk_backward(
         if WRITE:
             write = load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
         if FUSED:
+            # What gradients go back through at the end: loaded there, it would be waited for.
+            q_raw = q_
+            k_raw = k_
+            if MAP != 0:
+                q_raw = load_raw(q_at, rows, left, q_token, 0, R, BLOCK_R, TWICE)
+                k_raw = load_raw(k_at, rows, left, k_token, 1, R, BLOCK_R, TWICE)
+            if DECAY:
+                a_slope = gate_slope(a + gate, rows, left, gate_token, LOGITS, ACC)
+            if ERASE:
+                e_slope = gate_slope(e + gate, rows, left, gate_token, LOGITS, ACC)
+            if WRITE:
+                w_slope = gate_slope(w + gate, rows, left, gate_token, LOGITS, ACC)
             W = load_turned(states + state_at, m, M, d, D, D, TWICE)
             if ERASE:
                 error, error_t = load_both(errors + token * H * M + head * M, rows, left, m, H * M, M, TWICE)
@@ -217,15 +229,15 @@ def walk_backward(
             )  # fmt: skip
             key_at = gate_out * R
             store_key_gradients(
-                dq + key_at, dk + key_at, dq_t, dk_, q_at, k_at, rows, left, d, q_token, k_token,
+                dq + key_at, dk + key_at, dq_t, dk_, q_at, k_at, q_raw, k_raw, rows, left, d, q_token, k_token,
                 H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION,
             )  # fmt: skip
             if ERASE:
                 de_ = tl.sum(du * error_t.to(ACC), 0)
-                store_gate_gradient(de + gate_out, de_, e + gate, rows, left, gate_token, H, LOGITS, ACC)
+                store_gate_gradient(de + gate_out, de_, e_slope, rows, left, H)
             if WRITE:
                 dw_ = tl.sum(du * v_t.to(ACC), 0)
-                store_gate_gradient(dw + gate_out, dw_, w + gate, rows, left, gate_token, H, LOGITS, ACC)
+                store_gate_gradient(dw + gate_out, dw_, w_slope, rows, left, H)
             if DECAY:
                 earlier = tl.where(rows > 0, left, 0)
                 a_before = load_gate(a + gate - gate_token, rows, earlier, gate_token, 1.0, LOGITS, ACC)
@@ -233,7 +245,7 @@ def walk_backward(
                 whole = tl.sum(tl.sum(dW_t * W_t.to(ACC), 1), 0)
                 dfade = read - recalled + tl.where(rows == C - 1, whole, 0.0)
                 da_ = decay_gradient(dreach, kept, dfade, reach, a_before, C, SOLVE)
-                store_gate_gradient(da + gate_out, da_, a + gate, rows, left, gate_token, H, LOGITS, ACC)
+                store_gate_gradient(da + gate_out, da_, a_slope, rows, left, H)
         elif not ONLY:
             tl.store(dstates + here, dW_t.to(dstates.dtype.element_ty), in_state)
             if RIGHT:

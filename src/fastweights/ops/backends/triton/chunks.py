@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from fastweights.ops.backends.triton.features import load_features
+from fastweights.ops.backends.triton.features import gate_slope, load_features, load_raw
 from fastweights.ops.backends.triton.gradients import (
     decay_gradient,
     key_gradients,
@@ -146,6 +146,18 @@ def chunk_gradients(
                 R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, TWICE, OPERAND, ACC, PRECISION,
             )  # fmt: skip
 
+        q_raw = dy_t
+        k_raw = dy_t
+        if MAP != 0:
+            q_raw = load_raw(q_at, rows, left, q_token, 0, R, BLOCK_R, TWICE)
+            k_raw = load_raw(k_at, rows, left, k_token, 1, R, BLOCK_R, TWICE)
+        if DECAY:
+            a_slope = gate_slope(a + gate, rows, left, gate_token, LOGITS, ACC)
+        if ERASE:
+            e_slope = gate_slope(e + gate, rows, left, gate_token, LOGITS, ACC)
+        if WRITE:
+            w_slope = gate_slope(w + gate, rows, left, gate_token, LOGITS, ACC)
+
         fade = tl.full((C,), 1.0, ACC)
         remain = tl.full((C,), 1.0, ACC)
         reach = (s >= t).to(ACC)
@@ -207,7 +219,7 @@ def chunk_gradients(
                 DECAY, ERASE, OPERAND, PRECISION,
             )  # fmt: skip
             store_key_gradients(
-                dq + key_at, dk + key_at, dq_t, dk_, q_at, k_at, rows, left, d, q_token, k_token,
+                dq + key_at, dk + key_at, dq_t, dk_, q_at, k_at, q_raw, k_raw, rows, left, d, q_token, k_token,
                 H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION,
             )  # fmt: skip
             if DECAY:
@@ -218,13 +230,13 @@ def chunk_gradients(
 
         if ERASE:
             de_ = tl.sum(du.to(ACC) * error.to(ACC), 1)
-            store_gate_gradient(de + gate_out, de_, e + gate, rows, left, gate_token, H, LOGITS, ACC)
+            store_gate_gradient(de + gate_out, de_, e_slope, rows, left, H)
         if WRITE:
             dw_ = tl.sum(du.to(ACC) * v_.to(ACC), 1)
-            store_gate_gradient(dw + gate_out, dw_, w + gate, rows, left, gate_token, H, LOGITS, ACC)
+            store_gate_gradient(dw + gate_out, dw_, w_slope, rows, left, H)
         if DECAY:
             earlier = tl.where(rows > 0, left, 0)
             a_before = load_gate(a + gate - gate_token, rows, earlier, gate_token, 1.0, LOGITS, ACC)
             dfade = read - recalled + tl.where(rows == C - 1, whole, 0.0)
             da_ = decay_gradient(dreach, kept, dfade, reach, a_before, C, SOLVE)
-            store_gate_gradient(da + gate_out, da_, a + gate, rows, left, gate_token, H, LOGITS, ACC)
+            store_gate_gradient(da + gate_out, da_, a_slope, rows, left, H)

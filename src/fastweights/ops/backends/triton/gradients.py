@@ -8,7 +8,7 @@ What is needed both ways is formed both ways, or transposed after the last produ
 import triton
 import triton.language as tl
 
-from fastweights.ops.backends.triton.features import gate_slope, raw_gradient
+from fastweights.ops.backends.triton.features import raw_gradient
 from fastweights.ops.backends.triton.pieces import dot, multiply, store_columns, store_rows
 
 
@@ -100,6 +100,8 @@ def store_key_gradients(
     dk_,
     q,
     k,
+    q_raw,
+    k_raw,
     rows,
     left,
     columns,
@@ -121,19 +123,19 @@ def store_key_gradients(
     if MAP != 0:
         columns = tl.arange(0, BLOCK_R)
     dq_t = raw_gradient(
-        dq_t, q, rows, left, q_token, 0, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        dq_t, q, q_raw, rows, left, q_token, 0, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
     )
     store_columns(dq, dq_t, rows, left, columns, H * R, R)
     dk_ = raw_gradient(
-        dk_, k, rows, left, k_token, 1, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        dk_, k, k_raw, rows, left, k_token, 1, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
     )
     store_rows(dk, dk_, rows, left, columns, H * R, R)
 
 
 @triton.jit
-def store_gate_gradient(dx, gradient, x, rows, left, stride, H: tl.constexpr, LOGITS: tl.constexpr, ACC: tl.constexpr):
+def store_gate_gradient(dx, gradient, slope, rows, left, H: tl.constexpr):
     """Back through the sigmoid, if there is one, and out."""
-    tl.store(dx + rows * H, gradient * gate_slope(x, rows, left, stride, LOGITS, ACC), rows < left)
+    tl.store(dx + rows * H, gradient * slope, rows < left)
 
 
 @triton.jit
