@@ -88,10 +88,10 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
         (32, 32): _changed(_split(32, 32, HALF, HALF, (2, 2), 1, (1, 32)), batch=4),
         (64, 16): _fused(16, 16, HALF, HALF, 2, 2),
         # Not the row below: chunks of 64 with fewer than 64 values have ended in an illegal memory access.
-        (64, 32): _split(32, 32, HALF, HALF, (4, 2), 2, (4, 64)),
+        (64, 32): _split(32, 32, HALF, HALF, (4, 2), 1, (4, 64)),
         (64, 64): _split(64, 64, HALF, HALF, (4, 2), 1, (4, 64)),
-        (128, 128): _changed(_split(32, 64, HALF, HALF, (4, 2), 2, (4, 128)), backward_stages=3),
-        (256, 256): _split(32, 32, HALF, HALF, (8, 2), 2, (8, 64)),
+        (128, 128): _changed(_split(32, 64, HALF, HALF, (4, 2), 1, (4, 128)), backward_stages=3),
+        (256, 256): _split(32, 32, HALF, HALF, (8, 2), 1, (8, 64)),
         (512, 256): _split(16, 16, HALF, HALF, (8, 1), 1, (8, 64)),
     },
     torch.float16: {
