@@ -36,6 +36,11 @@ TYPES = {
 }
 
 
+def _twice(config: Config, unit: int) -> bool:
+    """Whether walks load tiles both ways: not where strides make for loads of single entries, which are many."""
+    return bool(config.twice) and unit > 1
+
+
 def _type_of(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
 
@@ -101,7 +106,7 @@ class Plan:
             "MAP": features.map,
             "SUM": bool(features.sum),
             "GATHER": bool(config.gather),
-            "TWICE": bool(config.twice),
+            "TWICE": _twice(config, unit),
             "LOGITS": bool(features.logits),
             "CAREFUL": bool(config.careful) and config.precision == HALF,
             "OPERAND": TYPES[self.kept_dtype],
@@ -198,12 +203,13 @@ class Plan:
         strides = (*strides, *self.gate_strides)
         fused = self.fused and not only_state
         block = power_of_two(self.M) if fused else self.block
-        more = {"BLOCK_M": block, "FUSED": fused, "ONLY": only_state, "RIGHT": self.separate, "UNIT": unit}
+        more = {"BLOCK_M": block, "FUSED": fused, "ONLY": only_state, "RIGHT": self.separate}
+        more |= {"UNIT": unit, "TWICE": _twice(config, unit)}
         pace = paced(config.backward_warps, config.backward_stages)
         key = (dy.dtype, unit, strides, only_state)
         walk = self._start(walk_backward, self._programs(block), strides, more, pace, *key)
         blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M), "UNIT": unit}
-        blocks |= {"BATCH": config.batch, "TWICE": config.twice and config.batch > 1}
+        blocks |= {"BATCH": config.batch, "TWICE": config.batch > 1 and _twice(config, unit)}
         programs = -(-self.shapes[1][0][0] // config.batch) * self.H
         pace = paced(config.chunk_warps, min(config.batch, 2), config.registers)
         return walk, self._start(chunk_gradients, programs, strides, blocks, pace, *key)
