@@ -259,6 +259,10 @@ def test_as_a_custom_op_in_groups(monkeypatch):
     settings = (torch.float64, False, list(SPLIT._replace(groups=2)), list(PLAIN))
     arguments = (q, q, v, None, None, None, W, None, torch.float64, True, *settings)
     torch.library.opcheck(walk, arguments, test_utils=("test_faketensor", "test_schema"))
+    q, W, beta = torch.cat([q, q]), torch.cat([W, W]), torch.rand(2, 20, 1, dtype=torch.float64)
+    for keep in (True, False):
+        arguments = (q, q, q, None, beta, beta, W, None, torch.float64, keep, *settings)
+        torch.library.opcheck(walk, arguments, test_utils=("test_faketensor", "test_schema"))
 
 
 @inside

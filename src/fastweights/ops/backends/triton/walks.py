@@ -53,6 +53,7 @@ def forward(
         starts = _scan(B, transitions, changes, W, back=False)
         y, W_end, *kept = walks.forward(inputs, starts, bounds, keep, inverses=inverses)
         states, inverses, errors = kept
+        errors = errors.unflatten(1, (B, T)).flatten(0, 1)
         return y.view(shape), _one_of_each(B, W_end, -1), states, inverses, errors, transitions
 
 
