@@ -10,7 +10,7 @@ from torch import Tensor
 from fastweights.ops.features import PLAIN, Features
 
 # How products are formed: from 16-bit operands (those of the data, float16 in the inverse), from float32 rounded to
-# TF32, from three TF32 products (22 bits), in plain float32, or from six bfloat16 products (24 bits). A configuration
+# TF32, from three TF32 products (21 bits), in plain float32, or from six bfloat16 products (24 bits). A configuration
 # holds the index into this tuple.
 PRECISIONS = ("16-bit", "tf32", "tf32x3", "ieee", "bf16x6")
 HALF, TF32, TF32X3, IEEE, BF16X6 = range(5)
@@ -30,7 +30,8 @@ class Config(NamedTuple):
     written, and the inverse, enter 16-bit products in two parts. `registers`, where that is not 0, is how many a thread
     of the launches over chunks may have: fewer of them, more programs side by side. With `twice` walks load a tile that
     they need both ways twice instead of turning it on chip: one or two warps turn tiles by shuffles, and what is turned
-    is not copied ahead. A program of the launch for the gradients takes `batch` chunks one after the other.
+    is not copied ahead. A program of the launch for the gradients takes `batch` chunks one after the other;
+    `chunk_stages` is how far its loads run ahead, over chunks or over tiles of `features`.
     """
 
     chunk: int
@@ -52,6 +53,7 @@ class Config(NamedTuple):
     registers: int = 0
     twice: int = 0
     batch: int = 1
+    chunk_stages: int = 1
 
 
 _FIELDS = Config._fields
@@ -85,7 +87,7 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.bfloat16: {
         (16, 16): _fused(32, 16, HALF, HALF, 1, 3),
         (32, 16): _fused(16, 16, HALF, HALF, 1, 2),
-        (32, 32): _changed(_split(32, 32, HALF, HALF, (2, 2), 1, (1, 32)), batch=4),
+        (32, 32): _changed(_split(32, 32, HALF, HALF, (2, 2), 1, (1, 32)), batch=4, chunk_stages=2),
         (64, 16): _fused(16, 16, HALF, HALF, 2, 2),
         # Not the row below: chunks of 64 with fewer than 64 values have ended in an illegal memory access.
         (64, 32): _split(32, 32, HALF, HALF, (4, 2), 1, (4, 64)),
@@ -102,10 +104,10 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
         (512, 256): _split(16, 16, TF32, TF32, (8, 1), 1, (8, 32)),
     },
     torch.float32: {
-        (16, 16): _changed(_split(16, 16, TF32X3, TF32X3, (1, 2), 1, (1, 16)), batch=4),
-        (32, 16): _changed(_split(16, 16, TF32X3, TF32X3, (1, 2), 1, (1, 32)), batch=4),
-        (32, 32): _changed(_split(16, 32, TF32X3, TF32X3, (2, 2), 1, (2, 32)), batch=4),
-        (64, 64): _split(16, 32, TF32X3, TF32X3, (4, 1), 1, (4, 32)),
+        (16, 16): _changed(_split(16, 16, TF32X3, TF32X3, (1, 2), 1, (1, 16)), batch=4, chunk_stages=2),
+        (32, 16): _changed(_split(16, 16, TF32X3, TF32X3, (1, 2), 1, (1, 32)), batch=4, chunk_stages=2),
+        (32, 32): _changed(_split(16, 32, TF32X3, TF32X3, (2, 2), 1, (2, 32)), batch=4, chunk_stages=2),
+        (64, 64): _changed(_split(16, 32, TF32X3, TF32X3, (4, 1), 1, (4, 32)), chunk_stages=2),
         (512, 256): _split(16, 16, TF32X3, TF32X3, (8, 1), 1, (8, 16)),
     },
     # The interpreter only: tests compare gradients with finite differences in it.

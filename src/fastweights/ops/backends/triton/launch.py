@@ -211,7 +211,7 @@ class Plan:
         blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M), "UNIT": unit}
         blocks |= {"BATCH": config.batch, "TWICE": config.batch > 1 and _twice(config, unit)}
         programs = -(-self.shapes[1][0][0] // config.batch) * self.H
-        pace = paced(config.chunk_warps, min(config.batch, 2), config.registers)
+        pace = paced(config.chunk_warps, config.chunk_stages, config.registers)
         return walk, self._start(chunk_gradients, programs, strides, blocks, pace, *key)
 
     def compile(self, bounds: torch.dtype | None, groups: bool) -> list[Any]:
