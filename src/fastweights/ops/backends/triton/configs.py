@@ -82,8 +82,8 @@ def _split(
 
 
 # The largest D and M a row is for, smallest first. float16 takes TF32 products: its range is too short for a state.
-# Measured on an H200, but `twice`, `batch`, `chunk_stages`, (32, 32) in bfloat16 and one warp to invert chunks of 32 are
-# chosen by counts of instructions. Eight warps at chunk 64 are miscompiled there (Triton 3.6): no row may have them.
+# Measured on an H200; but `twice`, `batch`, `chunk_stages`, (32, 32) in bfloat16 and one warp to invert chunks of 32
+# are chosen by counts of instructions. Eight warps at chunk 64 are miscompiled (Triton 3.6): no row may have them.
 TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.bfloat16: {
         (16, 16): _fused(32, 16, HALF, HALF, 1, 3),
