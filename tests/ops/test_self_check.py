@@ -24,10 +24,12 @@ def forward(q, k, v, gates, W, bounds, dtype, wide, tied, keep, config, features
     """What the kernels should give."""
     a, e, w = gates
     y, W_end, before = chunked(q, k, v, a, e, e if tied else w, W, bounds, dtype, True, config.chunk)
-    return y, W_end, before, before, None
+    return y, W_end, before, before, before, None
 
 
-def backward(dy, dW, q, k, v, gates, states, inverses, transitions, bounds, wide, tied, wanted, config, features):
+def backward(
+    dy, dW, q, k, v, gates, states, inverses, errors, transitions, bounds, wide, tied, wanted, config, features
+):
     a, e, w = gates
     grads = chunked_backward(dy, dW, q, k, v, a, e, e if tied else w, states, bounds, config.chunk)
     dq, dk, dv, *rest, dW = grads

@@ -141,7 +141,9 @@ def test_compiles_for_ampere(monkeypatch, dtype, D, M, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "D", "M", "config"), [row for row in ROWS if row.id == "bfloat16-32x16"])
+@pytest.mark.parametrize(
+    ("dtype", "D", "M", "config"), [row for row in ROWS if row.id in ("bfloat16-32x16", "float32-32x32")]
+)
 def test_compiles_gated_and_packed(monkeypatch, dtype, D, M, config):
     check(launches(monkeypatch, dtype, D, M, config, gated=True), 90)
 

@@ -123,6 +123,15 @@ def test_every_map(name, nu, fused):
 
 @inside
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize(("name", "nu"), MAPS)
+def test_tiles_loaded_both_ways(name, nu, fused):
+    """A head every 32 numbers, as that takes; chunks in batches, the last of which is not full."""
+    features = Features.named(name, nu, sum=True, logits=True)
+    compare(features, 8, 15, kernels=kernels_for(features, 8, fused)._replace(twice=1, batch=2))
+
+
+@inside
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 @pytest.mark.parametrize(("gates", "tied"), [("", False), ("a", False), ("aw", False), ("ae", True), ("aew", False)])
 def test_every_set_of_gates(gates, tied, fused):
     features = Features.named("dpfp", 1, logits=True)

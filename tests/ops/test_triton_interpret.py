@@ -126,6 +126,14 @@ def test_attention_normalization(rule):
 
 
 @inside
+@pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
+@pytest.mark.parametrize("rule", FAMILY)
+def test_tiles_loaded_both_ways(rule, kernels):
+    """And chunks in batches, the last of which is not full. Heads start at multiples of eight, as it takes."""
+    run_both(a_problem(rule, D=24, M=24), kernels._replace(twice=1, batch=2))
+
+
+@inside
 @pytest.mark.parametrize("T", [1, 7, 16, 63, 100])
 def test_lengths(T):
     run_both(a_problem("gated_delta", B=2, T=T, H=1, D=8, M=16, dtype=torch.float32))
@@ -170,7 +178,7 @@ def test_products_of_two_parts():
 
 
 @inside
-@pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
+@pytest.mark.parametrize("kernels", [FUSED, SPLIT, SPLIT._replace(batch=3)], ids=["fused", "split", "batches"])
 def test_packed_sequences(kernels):
     """Also an empty one at each end, one of a single token, and one that fills a chunk exactly."""
     run_both(a_problem("gated_delta", T=70, H=2, D=16, M=16, bounds=[0, 0, 1, 17, 33, 52, 70, 70]), kernels)
@@ -251,6 +259,10 @@ def test_as_a_custom_op_in_groups(monkeypatch):
     settings = (torch.float64, False, list(SPLIT._replace(groups=2)), list(PLAIN))
     arguments = (q, q, v, None, None, None, W, None, torch.float64, True, *settings)
     torch.library.opcheck(walk, arguments, test_utils=("test_faketensor", "test_schema"))
+    q, W, beta = torch.cat([q, q]), torch.cat([W, W]), torch.rand(2, 20, 1, dtype=torch.float64)
+    for keep in (True, False):
+        arguments = (q, q, q, None, beta, beta, W, None, torch.float64, keep, *settings)
+        torch.library.opcheck(walk, arguments, test_utils=("test_faketensor", "test_schema"))
 
 
 @inside

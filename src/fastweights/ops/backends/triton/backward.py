@@ -2,13 +2,14 @@
 """The walk back through all chunks: the gradient of the state, and with `FUSED` every other gradient on the way.
 
 Without `FUSED` a program takes some value columns only, and leaves the gradient of the state after each chunk and that
-of the solved system's right side to `gradients.chunk_gradients`.
+of the right side of the equation for U to `chunks.chunk_gradients`; with `ONLY` it leaves nothing but the gradient of
+the first state.
 """
 
 import triton
 import triton.language as tl
 
-from fastweights.ops.backends.triton.features import load_features
+from fastweights.ops.backends.triton.features import gate_slope, load_features, load_raw
 from fastweights.ops.backends.triton.gradients import (
     decay_gradient,
     key_gradients,
@@ -17,10 +18,12 @@ from fastweights.ops.backends.triton.gradients import (
     store_key_gradients,
 )
 from fastweights.ops.backends.triton.pieces import (
+    at_or_above,
     dot,
     fine_dot,
+    load_both,
     load_gate,
-    load_rows,
+    load_turned,
     multiply,
     reach_of,
     sequence,
@@ -39,6 +42,7 @@ def walk_backward(
     cu_seqlens,
     states,
     inverses,
+    errors,
     dy,
     dW_end,
     dq,
@@ -78,10 +82,12 @@ def walk_backward(
     TIED: tl.constexpr,
     PACKED: tl.constexpr,
     FUSED: tl.constexpr,
+    ONLY: tl.constexpr,
     RIGHT: tl.constexpr,
     MAP: tl.constexpr,
     SUM: tl.constexpr,
     GATHER: tl.constexpr,
+    TWICE: tl.constexpr,
     LOGITS: tl.constexpr,
     CAREFUL: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -104,6 +110,8 @@ def walk_backward(
     first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
 
     rows = tl.arange(0, C)
+    s = rows[:, None]
+    t = rows[None, :]
     d = tl.arange(0, BLOCK_D)
     m = (program % splits) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_state = (m[:, None] < M) & (d[None, :] < D)
@@ -120,23 +128,53 @@ def walk_backward(
         q_at = q + token * q_token + head * q_head
         k_at = k + token * k_token + head * k_head
         q_, q_t = load_features(
-            q_at, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+            q_at, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, TWICE, OPERAND, ACC, PRECISION
         )
         k_, k_t = load_features(
-            k_at, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+            k_at, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, TWICE, OPERAND, ACC, PRECISION
         )
-        dy_ = load_rows(dy + token * dy_token + head * dy_head, rows, left, m, dy_token, M)
-        dy_t = tl.trans(dy_)
-        state_at = (slot * H + head) * D * M + m[:, None] * D + d[None, :]
-
+        dy_t = load_turned(dy + token * dy_token + head * dy_head, rows, left, m, dy_token, M, TWICE)
+        state_at = (slot * H + head) * D * M
+        here = state_at + m[:, None] * D + d[None, :]
         # Coefficients that are not there cost nothing: the products they stand in are skipped.
         fade = tl.full((C,), 1.0, ACC)
         remain = tl.full((C,), 1.0, ACC)
         erase = tl.full((C,), 0.0, ACC)
         write = tl.full((C,), 1.0, ACC)
         last = 1.0
-        lower = (rows[:, None] >= rows[None, :]).to(ACC)
-        reach = lower
+        if ERASE:
+            erase = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
+            Z_at = inverses + (slot * H + head) * C * C
+            if TWICE:
+                Z = tl.load(Z_at + t * C + s, at_or_above(t, s), 0.0)
+            else:
+                Z = tl.trans(tl.load(Z_at + s * C + t, at_or_above(s, t), 0.0))
+        if TIED:
+            write = erase
+        if WRITE:
+            write = load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
+        if FUSED:
+            # What gradients go back through at the end: loaded there, it would be waited for.
+            q_raw = q_
+            k_raw = k_
+            if MAP != 0:
+                q_raw = load_raw(q_at, rows, left, q_token, 0, R, BLOCK_R, TWICE)
+                k_raw = load_raw(k_at, rows, left, k_token, 1, R, BLOCK_R, TWICE)
+            if DECAY:
+                a_slope = gate_slope(a + gate, rows, left, gate_token, LOGITS, ACC)
+            if ERASE:
+                e_slope = gate_slope(e + gate, rows, left, gate_token, LOGITS, ACC)
+            if WRITE:
+                w_slope = gate_slope(w + gate, rows, left, gate_token, LOGITS, ACC)
+            W = load_turned(states + state_at, m, M, d, D, D, TWICE)
+            if ERASE:
+                error, error_t = load_both(errors + token * H * M + head * M, rows, left, m, H * M, M, TWICE)
+            if not TIED:
+                v_, v_t = load_both(v + token * v_token + head * v_head, rows, left, m, v_token, M, TWICE)
+
+        scores = dot(q_, k_t, OPERAND, PRECISION)
+        reach = scores
+        du = dot(dW_t, k_t, OPERAND, PRECISION)
         if DECAY:
             a_ = load_gate(a + gate, rows, left, gate_token, 1.0, LOGITS, ACC)
             fade = tl.associative_scan(a_, 0, multiply)
@@ -144,81 +182,82 @@ def walk_backward(
             remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
             last = tl.sum(tl.where(rows == C - 1, fade, 0.0), 0)
             reach = reach_of(a_, C)
-
-        du = dot(dW_t, k_t, OPERAND, PRECISION)
-        if DECAY:
             du *= remain[None, :]
-        du += dot(dy_t, dot(q_, k_t, OPERAND, PRECISION) * reach, OPERAND, PRECISION)
-        keys = lower
-        X = lower
-        if ERASE:
-            erase = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
-            X = tl.trans(tl.load(inverses + (slot * H + head) * C * C + rows[:, None] * C + rows[None, :]))
-            du = fine_dot(du, X, OPERAND, PRECISION, False, CAREFUL)
-        if TIED:
-            write = erase
-        if WRITE:
-            write = load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
-        dv_at = dv + token * H * M + head * M
-        if TIED or WRITE:
-            store_columns(dv_at, du * write[None, :], rows, left, m, H * M, M)
+            scores *= reach
+        elif C == 64:
+            # So many predicates do not fit in registers of theirs.
+            scores *= (s >= t).to(ACC)
         else:
-            store_columns(dv_at, du, rows, left, m, H * M, M)
+            scores = tl.where(s >= t, scores, 0.0)
+        du += dot(dy_t, scores, OPERAND, PRECISION)
+        # e dR: the gradient of what is not recalled; that of the values where one gate does both.
+        drest = du
+        if ERASE:
+            du += fine_dot(du * (erase * -1.0)[None, :], Z, OPERAND, PRECISION, False, CAREFUL)
+            drest = du * erase[None, :]
+        dv_at = dv + token * H * M + head * M
+        if not ONLY:
+            if TIED:
+                store_columns(dv_at, drest, rows, left, m, H * M, M)
+            elif WRITE:
+                store_columns(dv_at, du * write[None, :], rows, left, m, H * M, M)
+            else:
+                store_columns(dv_at, du, rows, left, m, H * M, M)
 
         if FUSED:
-            v_ = load_rows(v + token * v_token + head * v_head, rows, left, m, v_token, M)
-            W_t = tl.load(states + state_at, in_state, 0.0)
-            u = v_.to(ACC)
-            if TIED or WRITE:
-                u *= write[:, None]
-            if ERASE:
-                keys = dot(k_, k_t, OPERAND, PRECISION)
-                u -= dot(k_, tl.trans(W_t), OPERAND, PRECISION) * (erase * fade)[:, None]
-                u = fine_dot(X, u, OPERAND, PRECISION, True, CAREFUL)
             # Rounded once, as the operand it is below.
-            du_ = du.to(OPERAND)
-            scores = lower
+            rounded = drest.to(OPERAND)
+            keys = reach
+            scores = reach
             if DECAY:
                 scores = dot(k_, q_t, OPERAND, PRECISION)
-            dscores, dkeys, derase, dreach = score_gradients(
-                u, dy_t, du_, scores, keys, reach, erase, C, DECAY, ERASE, OPERAND, PRECISION
+                if ERASE:
+                    keys = dot(k_, k_t, OPERAND, PRECISION)
+            if TIED:
+                u = error.to(ACC) * erase[:, None]
+            else:
+                u = v_.to(ACC) * write[:, None]
+                if ERASE:
+                    u += error.to(ACC) * erase[:, None]
+            u = u.to(OPERAND)
+            dscores, dkeys, dreach = score_gradients(
+                u, dy_t, rounded, scores, keys, reach, C, DECAY, ERASE, OPERAND, PRECISION
             )
             dq_t, dk_, recalled, read, kept = key_gradients(
-                q_, q_t, k_, k_t, W_t, dW_t, u, dy_t, du_, dscores, dkeys, fade, remain, erase,
+                q_, q_t, k_, k_t, W, dW_t, u, dy_t, rounded, dscores, dkeys, fade, remain,
                 DECAY, ERASE, OPERAND, PRECISION,
             )  # fmt: skip
             key_at = gate_out * R
             store_key_gradients(
-                dq + key_at, dk + key_at, dq_t, dk_, q_at, k_at, rows, left, d, q_token, k_token,
+                dq + key_at, dk + key_at, dq_t, dk_, q_at, k_at, q_raw, k_raw, rows, left, d, q_token, k_token,
                 H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION,
             )  # fmt: skip
             if ERASE:
-                de_ = derase - fade * recalled
-                if TIED:
-                    de_ += tl.sum(du * tl.trans(v_).to(ACC), 0)
-                store_gate_gradient(de + gate_out, de_, e + gate, rows, left, gate_token, H, LOGITS, ACC)
+                de_ = tl.sum(du * error_t.to(ACC), 0)
+                store_gate_gradient(de + gate_out, de_, e_slope, rows, left, H)
             if WRITE:
-                dw_ = tl.sum(du * tl.trans(v_).to(ACC), 0)
-                store_gate_gradient(dw + gate_out, dw_, w + gate, rows, left, gate_token, H, LOGITS, ACC)
+                dw_ = tl.sum(du * v_t.to(ACC), 0)
+                store_gate_gradient(dw + gate_out, dw_, w_slope, rows, left, H)
             if DECAY:
                 earlier = tl.where(rows > 0, left, 0)
                 a_before = load_gate(a + gate - gate_token, rows, earlier, gate_token, 1.0, LOGITS, ACC)
+                W_t = tl.load(states + here, in_state, 0.0)
                 whole = tl.sum(tl.sum(dW_t * W_t.to(ACC), 1), 0)
-                dfade = read - erase * recalled + tl.where(rows == C - 1, whole, 0.0)
+                dfade = read - recalled + tl.where(rows == C - 1, whole, 0.0)
                 da_ = decay_gradient(dreach, kept, dfade, reach, a_before, C, SOLVE)
-                store_gate_gradient(da + gate_out, da_, a + gate, rows, left, gate_token, H, LOGITS, ACC)
-        else:
-            tl.store(dstates + state_at, dW_t.to(dstates.dtype.element_ty), in_state)
+                store_gate_gradient(da + gate_out, da_, a_slope, rows, left, H)
+        elif not ONLY:
+            tl.store(dstates + here, dW_t.to(dstates.dtype.element_ty), in_state)
             if RIGHT:
                 store_columns(dright + token * H * M + head * M, du, rows, left, m, H * M, M)
 
         if DECAY:
             dW_t *= last
             dy_t = dy_t.to(ACC) * fade[None, :]
-            erase *= fade
+            drest *= fade[None, :]
         dW_t += dot(dy_t, q_, OPERAND, PRECISION)
         if ERASE:
-            dW_t -= fine_dot(du * erase[None, :], k_, OPERAND, PRECISION, True, CAREFUL)
+            dW_t -= fine_dot(drest, k_, OPERAND, PRECISION, True, CAREFUL)
         token -= C
         slot -= 1
         left += C

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastweights.ops.features import PLAIN, Features
 
 # How products are formed: from 16-bit operands (those of the data, float16 in the inverse), from float32 rounded to
-# TF32, from three TF32 products (22 bits), in plain float32, or from six bfloat16 products (24 bits). A configuration
+# TF32, from three TF32 products (21 bits), in plain float32, or from six bfloat16 products (24 bits). A configuration
 # holds the index into this tuple.
 PRECISIONS = ("16-bit", "tf32", "tf32x3", "ieee", "bf16x6")
 HALF, TF32, TF32X3, IEEE, BF16X6 = range(5)
@@ -28,7 +28,10 @@ class Config(NamedTuple):
     sequences are cut into `groups` that walk side by side, where that is not 0. With `gather`
     DPFP loads the factors of every feature, else it takes them from a tile by products. With `careful` what is
     written, and the inverse, enter 16-bit products in two parts. `registers`, where that is not 0, is how many a thread
-    of the launches over chunks may have: fewer of them, more programs side by side.
+    of the launches over chunks may have: fewer of them, more programs side by side. With `twice` walks load a tile that
+    they need both ways twice instead of turning it on chip: one or two warps turn tiles by shuffles, and what is turned
+    is not copied ahead. A program of the launch for the gradients takes `batch` chunks one after the other;
+    `chunk_stages` is how far its loads run ahead, over chunks or over tiles of `features`.
     """
 
     chunk: int
@@ -48,6 +51,9 @@ class Config(NamedTuple):
     gather: int = 0
     careful: int = 0
     registers: int = 0
+    twice: int = 0
+    batch: int = 1
+    chunk_stages: int = 1
 
 
 _FIELDS = Config._fields
@@ -59,7 +65,7 @@ def _changed(config: Config, **changes: int) -> Config:
 
 
 def _fused(chunk: int, columns: int, precision: int, solve: int, warps: int, stages: int) -> Config:
-    return Config(chunk, columns, precision, solve, 1, 0, warps, stages, warps, stages, 1, 1, 16)
+    return Config(chunk, columns, precision, solve, 1, 0, warps, stages, warps, stages, 1, 1, 16, twice=1)
 
 
 def _split(
@@ -72,22 +78,23 @@ def _split(
     chunks: tuple[int, int],
 ) -> Config:
     """`walk` is (warps, stages) of both walks, `chunks` (warps, features) of the launch for the gradients."""
-    return Config(chunk, columns, precision, solve, 0, 1, *walk, *walk, invert_warps, *chunks)
+    return Config(chunk, columns, precision, solve, 0, 1, *walk, *walk, invert_warps, *chunks, twice=int(walk[0] <= 2))
 
 
 # The largest D and M a row is for, smallest first. float16 takes TF32 products: its range is too short for a state.
-# Measured on an H200. Eight warps at chunk 64 are miscompiled there (Triton 3.6): no row may have them.
+# Measured on an H200; but `twice`, `batch`, `chunk_stages`, (32, 32) in bfloat16 and one warp to invert chunks of 32
+# are chosen by counts of instructions. Eight warps at chunk 64 are miscompiled (Triton 3.6): no row may have them.
 TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.bfloat16: {
         (16, 16): _fused(32, 16, HALF, HALF, 1, 3),
         (32, 16): _fused(16, 16, HALF, HALF, 1, 2),
-        (32, 32): _fused(32, 32, HALF, HALF, 2, 2),
+        (32, 32): _changed(_split(32, 32, HALF, HALF, (2, 2), 1, (1, 32)), batch=4, chunk_stages=2),
         (64, 16): _fused(16, 16, HALF, HALF, 2, 2),
         # Not the row below: chunks of 64 with fewer than 64 values have ended in an illegal memory access.
-        (64, 32): _split(32, 32, HALF, HALF, (4, 2), 2, (4, 64)),
+        (64, 32): _split(32, 32, HALF, HALF, (4, 2), 1, (4, 64)),
         (64, 64): _split(64, 64, HALF, HALF, (4, 2), 1, (4, 64)),
-        (128, 128): _changed(_split(32, 64, HALF, HALF, (4, 2), 2, (4, 128)), backward_stages=3),
-        (256, 256): _split(32, 32, HALF, HALF, (8, 2), 2, (8, 64)),
+        (128, 128): _changed(_split(32, 64, HALF, HALF, (4, 2), 1, (4, 128)), backward_stages=3),
+        (256, 256): _split(32, 32, HALF, HALF, (8, 2), 1, (8, 64)),
         (512, 256): _split(16, 16, HALF, HALF, (8, 1), 1, (8, 64)),
     },
     torch.float16: {
@@ -98,14 +105,20 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
         (512, 256): _split(16, 16, TF32, TF32, (8, 1), 1, (8, 32)),
     },
     torch.float32: {
-        (16, 16): _changed(_split(16, 16, TF32X3, TF32X3, (1, 2), 1, (1, 16)), registers=128),
-        (32, 16): _split(16, 16, TF32X3, TF32X3, (1, 1), 1, (1, 32)),
-        (32, 32): _split(16, 32, TF32X3, TF32X3, (2, 2), 1, (2, 32)),
-        (64, 64): _split(16, 32, TF32X3, TF32X3, (4, 1), 1, (4, 32)),
+        (16, 16): _changed(_split(16, 16, TF32X3, TF32X3, (1, 2), 1, (1, 16)), batch=4, chunk_stages=2),
+        (32, 16): _changed(_split(16, 16, TF32X3, TF32X3, (1, 2), 1, (1, 32)), batch=4, chunk_stages=2),
+        (32, 32): _changed(_split(16, 32, TF32X3, TF32X3, (2, 2), 1, (2, 32)), batch=4, chunk_stages=2),
+        (64, 64): _changed(_split(16, 32, TF32X3, TF32X3, (4, 1), 1, (4, 32)), chunk_stages=2),
         (512, 256): _split(16, 16, TF32X3, TF32X3, (8, 1), 1, (8, 16)),
     },
     # The interpreter only: tests compare gradients with finite differences in it.
     torch.float64: {(512, 256): _split(16, 32, IEEE, IEEE, (4, 1), 1, (4, 64))},
+}
+
+# Rows for keys that are mapped on chip, where they do not follow from those above: each launch computes the map again,
+# so fewer launches are better.
+MAPPED_ROWS: dict[torch.dtype, dict[tuple[int, int], Config]] = {
+    torch.bfloat16: {(32, 32): _changed(_fused(32, 32, HALF, HALF, 2, 2), prepared=1)},
 }
 
 # Up to so many walks (sequences times heads) leave most of a GPU idle. Those of so many tokens are cut into groups, so
@@ -129,15 +142,16 @@ def _mapped(config: Config, D: int, M: int) -> Config:
         return config
     if config.precision == HALF and size == 128 and M <= 16:
         # DPFP-3 of the smallest heads: 0.56 ms for what two launches take 1.64 for, the maps being formed once less.
-        stages = {"forward_stages": 2, "backward_stages": 2}
-        return _changed(config, fused=1, prepared=0, chunk=16, forward_warps=2, backward_warps=2, **stages)
+        walk = {"forward_warps": 2, "forward_stages": 2, "backward_warps": 2, "backward_stages": 2, "twice": 1}
+        return _changed(config, fused=1, prepared=0, chunk=16, **walk)
     chunk, invert_warps, chunk_warps = next(row for keys, row in _MAPPED.items() if keys >= D)
     return _changed(config, chunk=min(chunk, config.chunk), invert_warps=invert_warps, chunk_warps=chunk_warps)
 
 
 def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int, features: Features = PLAIN) -> Config:
     """The shipped configuration for keys of size D, values of size M, and `walks` pairs of sequence and head."""
-    config = next(row for (keys, values), row in TABLE[dtype].items() if keys >= D and values >= M)
+    rows = TABLE[dtype] | MAPPED_ROWS.get(dtype, {}) if features.map else TABLE[dtype]
+    config = next(row for (keys, values), row in rows.items() if keys >= D and values >= M)
     if features.map:
         config = _mapped(config, D, M)
     # A transition between groups is D x D and has to fit on chip.
@@ -162,11 +176,11 @@ def group_length(T: int, cu_seqlens: Tensor | None, config: Config) -> int:
 
 def kept_shapes(
     shape: tuple[int, ...], M: int, erase: bool, cu_seqlens: Tensor | None, keep: bool, config: Config
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the states before each chunk and of the chunks' inverses, one slot a chunk; no slots where not kept.
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the states before each chunk, of the chunks' inverses, one slot a chunk, and of the tokens' errors.
 
     `shape` is (B, T, H, D) with the D of mapped keys. With packed sequences the number of chunks hangs on
-    their lengths; the number of slots bounds it.
+    their lengths; the number of slots bounds it. What is not kept has no slots.
     """
     (B, T, H, D), C = shape, config.chunk
     if groups := number_of_groups(T, cu_seqlens, config):
@@ -174,7 +188,8 @@ def kept_shapes(
     else:
         slots = B * -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.numel() - 1
     inverses = erase and (keep or bool(config.prepared))
-    return (slots if keep else 0, H, M, D), (slots if inverses else 0, H, C, C)
+    errors = (B if erase and keep else 0, T, H, M)
+    return (slots if keep else 0, H, M, D), (slots if inverses else 0, H, C, C), errors
 
 
 def number_of_groups(T: int, cu_seqlens: Tensor | None, config: Config) -> int:

@@ -10,7 +10,7 @@ transpose of another (see gradients.py).
 import triton
 import triton.language as tl
 
-from fastweights.ops.backends.triton.pieces import dot, load_rows
+from fastweights.ops.backends.triton.pieces import dot, load_both, load_rows, load_turned
 
 ELU = tl.constexpr(1)
 RELU = tl.constexpr(2)
@@ -19,14 +19,14 @@ DPFP = tl.constexpr(3)
 
 @triton.jit
 def rectified(x):
-    """max(0, x). Not `tl.maximum`, which makes 0 of what is not a number."""
-    return tl.where(x < 0, 0.0, x)
+    """max(0, x). Not a plain `tl.maximum`, which makes 0 of what is not a number."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def below(x):
     """min(0, x), likewise."""
-    return tl.where(x > 0, 0.0, x)
+    return tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -57,16 +57,20 @@ def picks(
 
 
 @triton.jit
-def load_raw(x, rows, left, stride, AXIS: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr):
-    raw = load_rows(x, rows, left, tl.arange(0, BLOCK_R), stride, R)
+def load_raw(x, rows, left, stride, AXIS: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, TWICE: tl.constexpr):
+    """Raw keys or queries, (C, R) or (R, C)."""
+    columns = tl.arange(0, BLOCK_R)
     if AXIS == 0:
-        raw = tl.trans(raw)
+        raw = load_turned(x, rows, left, columns, stride, R, TWICE)
+    else:
+        raw = load_rows(x, rows, left, columns, stride, R)
     return raw
 
 
 @triton.jit
 def factor(
     x,
+    raw,
     rows,
     left,
     stride,
@@ -89,7 +93,6 @@ def factor(
         entry = tl.load(x + token * stride + p % R, (token < left) & (j < D), 0.0).to(ACC)
         result = rectified(tl.where(p < R, entry, -entry))
     else:
-        raw = load_raw(x, rows, left, stride, AXIS, R, BLOCK_R)
         selection = picks(SECOND, AXIS, R, D, BLOCK_R, BLOCK_D, OPERAND)
         if AXIS == 1:
             result = rectified(dot(raw, selection, OPERAND, PRECISION))
@@ -101,6 +104,7 @@ def factor(
 @triton.jit
 def mapped(
     x,
+    raw,
     rows,
     left,
     stride,
@@ -117,14 +121,18 @@ def mapped(
 ):
     """phi of raw keys or queries before its normalisation; zero past the last of `left` tokens."""
     if MAP == DPFP:
-        one = factor(x, rows, left, stride, False, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION)
-        phi = one * factor(x, rows, left, stride, True, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION)
+        one = factor(x, raw, rows, left, stride, False, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION)
+        phi = one * factor(
+            x, raw, rows, left, stride, True, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION
+        )
     else:
-        raw = load_raw(x, rows, left, stride, AXIS, R, BLOCK_R).to(ACC)
-        phi = rectified(raw)
+        raw = raw.to(ACC)
         if MAP == ELU:
+            phi = tl.where(raw > 0, raw + 1.0, tl.exp(raw))
             inside = tl.expand_dims(rows < left, AXIS) & tl.expand_dims(tl.arange(0, BLOCK_R) < R, 1 - AXIS)
-            phi = tl.where(inside, tl.exp(below(raw)) + phi, 0.0)
+            phi = tl.where(inside, phi, 0.0)
+        else:
+            phi = rectified(raw)
     return phi
 
 
@@ -152,24 +160,26 @@ def load_features(
     MAP: tl.constexpr,
     SUM: tl.constexpr,
     GATHER: tl.constexpr,
+    TWICE: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Keys or queries as (C, D) and as (D, C), zero past the last of `left` tokens. Without a map, some `columns`."""
     if MAP == 0:
-        phi = load_rows(x, rows, left, columns, stride, D)
-        phi_t = tl.trans(phi)
+        phi, phi_t = load_both(x, rows, left, columns, stride, D, TWICE)
     else:
         tl.static_assert(BLOCK_D >= D, "a feature map is computed whole")
-        phi = mapped(x, rows, left, stride, 1, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION)
+        raw = load_raw(x, rows, left, stride, 1, R, BLOCK_R, TWICE)
+        phi = mapped(x, raw, rows, left, stride, 1, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION)
         if SUM:
             phi *= one_over_sum(phi, 1, ACC)
         phi = phi.to(OPERAND)
         if MAP != DPFP or GATHER:
             phi_t = tl.trans(phi)
         else:
-            phi_t = mapped(x, rows, left, stride, 0, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION)
+            raw = load_raw(x, rows, left, stride, 0, R, BLOCK_R, TWICE)
+            phi_t = mapped(x, raw, rows, left, stride, 0, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION)
             if SUM:
                 phi_t *= one_over_sum(phi_t, 0, ACC)
             phi_t = phi_t.to(OPERAND)
@@ -180,6 +190,7 @@ def load_features(
 def raw_gradient(
     dphi,
     x,
+    raw,
     rows,
     left,
     stride,
@@ -195,16 +206,20 @@ def raw_gradient(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradient of raw keys or queries at x, (C, R) or (R, C), from that of phi."""
+    """Gradient of `raw` keys or queries, which stand at x, (C, R) or (R, C), from that of phi."""
     dx = dphi
     if MAP != 0:
         if SUM:
-            phi = mapped(x, rows, left, stride, AXIS, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION)
+            phi = mapped(x, raw, rows, left, stride, AXIS, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION)
             scale = one_over_sum(phi, AXIS, ACC)
             dx = (dx - tl.expand_dims(tl.sum(dx * phi, AXIS), AXIS) * scale) * scale
         if MAP == DPFP:
-            one = factor(x, rows, left, stride, False, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION)
-            other = factor(x, rows, left, stride, True, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION)
+            one = factor(
+                x, raw, rows, left, stride, False, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION
+            )
+            other = factor(
+                x, raw, rows, left, stride, True, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION
+            )
             done = tl.where(one > 0, dx * other, 0.0)
             dother = tl.where(other > 0, dx * one, 0.0)
             first = picks(False, 1 - AXIS, R, D, BLOCK_R, BLOCK_D, OPERAND)
@@ -214,11 +229,8 @@ def raw_gradient(
             else:
                 dx = dot(first, done, OPERAND, PRECISION) + dot(second, dother, OPERAND, PRECISION)
         else:
-            raw = load_raw(x, rows, left, stride, AXIS, R, BLOCK_R).to(ACC)
-            if MAP == ELU:
-                dx *= tl.exp(below(raw))
-            else:
-                dx = tl.where(raw > 0, dx, 0.0)
+            raw = raw.to(ACC)
+            dx = tl.where(raw > 0, dx, dx * tl.exp(raw) if MAP == ELU else 0.0)
     return dx
 
 

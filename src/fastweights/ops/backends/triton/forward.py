@@ -9,13 +9,14 @@ import triton.language as tl
 
 from fastweights.ops.backends.triton.features import load_features
 from fastweights.ops.backends.triton.pieces import (
+    at_or_above,
     dot,
     fine_dot,
-    inverse,
     load_gate,
-    load_rows,
+    load_turned,
     multiply,
     reach_transposed,
+    resolvent,
     sequence,
     sequence_of,
     store_columns,
@@ -36,6 +37,7 @@ def walk_forward(
     W_end,
     states,
     inverses,
+    errors,
     T,
     keep,
     given,
@@ -66,6 +68,7 @@ def walk_forward(
     MAP: tl.constexpr,
     SUM: tl.constexpr,
     GATHER: tl.constexpr,
+    TWICE: tl.constexpr,
     LOGITS: tl.constexpr,
     CAREFUL: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -101,20 +104,21 @@ def walk_forward(
     W_t = tl.load(W + state + d[None, :] * M + m[:, None], in_state & (given != 0), 0.0).to(ACC)
     states += (slot * H + head) * D * M
     inverses += (slot * H + head) * C * C
+    errors += (first * H + head) * M
 
     for start in range(0, length, C):
         left = length - start
-        # A mask, not a branch or a variant: what inference runs is what training checks.
-        tl.store(states + m[:, None] * D + d[None, :], W_t.to(states.dtype.element_ty), in_state & (keep != 0))
-        states += H * D * M
+        if READ:
+            # A mask, not a branch or a variant: what inference runs is what training checks.
+            tl.store(states + m[:, None] * D + d[None, :], W_t.to(states.dtype.element_ty), in_state & (keep != 0))
+            states += H * D * M
         k_, k_t = load_features(
-            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, TWICE, OPERAND, ACC, PRECISION
         )
-        v_ = load_rows(v, rows, left, m, v_token, M)
-        u = tl.trans(v_).to(ACC)
+        u = load_turned(v, rows, left, m, v_token, M, TWICE).to(ACC)
         if READ:
             _, q_t = load_features(
-                q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+                q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, TWICE, OPERAND, ACC, PRECISION
             )
             scores = tl.where(s <= t, dot(k_, q_t, OPERAND, PRECISION), 0.0)
             read = dot(W_t, q_t, OPERAND, PRECISION)
@@ -127,26 +131,34 @@ def walk_forward(
             if READ:
                 scores *= reach
                 read *= fade[None, :]
-        if ERASE:
-            e_ = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
-            recall = dot(W_t, k_t, OPERAND, PRECISION) * e_[None, :]
-            if DECAY:
-                recall *= fade[None, :]
-            if PREPARED:
-                X = tl.load(inverses + s * C + t)
-            else:
-                A = tl.where(s < t, dot(k_, k_t, OPERAND, PRECISION), 0.0) * e_[None, :]
-                if DECAY:
-                    A *= reach
-                X = inverse(A, C, SOLVE)
-                tl.store(inverses + s * C + t, X.to(inverses.dtype.element_ty), (s < C) & (keep != 0))
-            inverses += H * C * C
-            if TIED:
-                u *= e_[None, :]
         if WRITE:
             u *= load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)[None, :]
         if ERASE:
-            u = fine_dot(u - recall, X, OPERAND, PRECISION, False, CAREFUL)
+            e_ = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
+            minus = e_ * -1.0
+            recall = dot(W_t, k_t, OPERAND, PRECISION)
+            if DECAY:
+                recall *= fade[None, :]
+            if PREPARED:
+                Z = tl.load(inverses + s * C + t, at_or_above(s, t), 0.0)
+            else:
+                A = tl.where(s < t, dot(k_, k_t, OPERAND, PRECISION), 0.0)
+                if DECAY:
+                    A *= reach
+                Z = resolvent(A, e_, C, OPERAND, SOLVE)
+                tl.store(inverses + s * C + t, Z.to(inverses.dtype.element_ty), at_or_above(s, t) & (keep != 0))
+            inverses += H * C * C
+            if TIED:
+                error = u - recall
+                error += fine_dot(error * minus[None, :], Z, OPERAND, PRECISION, False, CAREFUL)
+                u = error * e_[None, :]
+            else:
+                error = recall * -1.0
+                error += fine_dot(error * minus[None, :] - u, Z, OPERAND, PRECISION, False, CAREFUL)
+                u += error * e_[None, :]
+            if READ:
+                store_columns(errors, error, rows, tl.where(keep != 0, left, 0), m, H * M, M)
+                errors += C * H * M
 
         if READ:
             out = read + fine_dot(u, scores, OPERAND, PRECISION, True, CAREFUL)
@@ -196,7 +208,7 @@ def invert_chunks(
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
 ):
-    """(I + A)^-1 of one chunk and head, as a tile of rows s; chunks run side by side, off the walk's path."""
+    """Z of one chunk and head, as a tile of rows s; chunks run side by side, off the walk's path."""
     k_token *= UNIT
     k_head *= UNIT
     program = tl.program_id(0)
@@ -214,16 +226,17 @@ def invert_chunks(
     rows = tl.arange(0, C)
     s = rows[:, None]
     t = rows[None, :]
+    e_ = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
     keys = tl.zeros((C, C), ACC)
     for f in range(0, D, BLOCK_D):
         d = f + tl.arange(0, BLOCK_D)
         k_, k_t = load_features(
-            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
         )
         keys += dot(k_, k_t, OPERAND, PRECISION)
-    A = tl.where(s < t, keys, 0.0) * load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)[None, :]
+    A = tl.where(s < t, keys, 0.0)
     if DECAY:
         A *= reach_transposed(load_gate(a + gate, rows, left, gate_token, 1.0, LOGITS, ACC), C)
-    X = inverse(A, C, SOLVE)
+    Z = resolvent(A, e_, C, OPERAND, SOLVE)
     inverses += (slot.to(tl.int64) * H + head) * C * C
-    tl.store(inverses + s * C + t, X.to(inverses.dtype.element_ty))
+    tl.store(inverses + s * C + t, Z.to(inverses.dtype.element_ty), at_or_above(s, t))

@@ -8,58 +8,43 @@ What is needed both ways is formed both ways, or transposed after the last produ
 import triton
 import triton.language as tl
 
-from fastweights.ops.backends.triton.features import gate_slope, load_features, raw_gradient
-from fastweights.ops.backends.triton.pieces import (
-    dot,
-    fine_dot,
-    load_gate,
-    load_rows,
-    multiply,
-    reach_of,
-    sequence,
-    sequence_of,
-    store_columns,
-    store_rows,
-)
+from fastweights.ops.backends.triton.features import raw_gradient
+from fastweights.ops.backends.triton.pieces import dot, multiply, store_columns, store_rows
 
 
 @triton.jit
 def score_gradients(
     u,
     dy_t,
-    du,
+    drest,
     scores,
     keys,
     reach,
-    erase,
     C: tl.constexpr,
     DECAY: tl.constexpr,
     ERASE: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of q_t·k_s and k_t·k_s as tiles of rows s, as `scores` is; that of e through the latter; that of Γ."""
+    """Gradients of q_t·k_s and, negated, of k_t·k_s as tiles of rows s, as `scores` is; of Γ. `drest` is e dR."""
     s = tl.arange(0, C)[:, None]
     t = tl.arange(0, C)[None, :]
-    reach_t = (s <= t).to(u.dtype)
-    if DECAY:
-        reach_t = tl.trans(reach)
     dscores = dot(u, dy_t, OPERAND, PRECISION)
     dreach = dscores
-    if DECAY:
-        dreach = dscores * scores
-    dscores *= reach_t
     dkeys = dscores
-    derase = tl.sum(dscores, 0)
     if ERASE:
         # Strictly below the diagonal of A.
-        dkeys = tl.where(s < t, -dot(u, du, OPERAND, PRECISION), 0.0)
-        if DECAY:
-            dreach += dkeys * keys * erase[None, :]
-        dkeys *= reach_t
-        derase = tl.sum(dkeys * keys, 0)
-        dkeys *= erase[None, :]
-    return dscores, dkeys, derase, dreach
+        dkeys = tl.where(s < t, dot(u, drest, OPERAND, PRECISION), 0.0)
+    if DECAY:
+        reach_t = tl.trans(reach)
+        dreach = dscores * scores
+        dscores *= reach_t
+        if ERASE:
+            dreach -= dkeys * keys
+            dkeys *= reach_t
+    else:
+        dscores = tl.where(s <= t, dscores, 0.0)
+    return dscores, dkeys, dreach
 
 
 @triton.jit
@@ -68,23 +53,21 @@ def key_gradients(
     q_t,
     k,
     k_t,
-    W_t,
+    W,
     dW_t,
     u,
     dy_t,
-    du,
+    drest,
     dscores,
     dkeys,
     fade,
     remain,
-    erase,
     DECAY: tl.constexpr,
     ERASE: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq (D, C) and dk (C, D) for some features; their shares in what e, γ and Γ[C, :] are multiplied by."""
-    W = tl.trans(W_t)
+    """dq (D, C) and dk (C, D) for some features; under decay, their shares in what γ and Γ[C, :] are multiplied by."""
     dq = dot(W, dy_t, OPERAND, PRECISION)
     read = fade
     if DECAY:
@@ -98,14 +81,14 @@ def key_gradients(
         kept = tl.sum(dk * k.to(dk.dtype), 1)
         dk *= remain[:, None]
     dk += dot(dscores, q, OPERAND, PRECISION)
-    recalled = fade
+    recalled = tl.zeros_like(fade)
     if ERASE:
-        dk += dot(dkeys, k, OPERAND, PRECISION)
-        dk_t = dot(W, du, OPERAND, PRECISION)
-        recalled = tl.sum(dk_t * k_t.to(dk_t.dtype), 0)
-        dk_t *= -(erase * fade)[None, :]
-        dk_t += dot(k_t, dkeys, OPERAND, PRECISION)
-        dk += tl.trans(dk_t)
+        less = dot(W, drest, OPERAND, PRECISION)
+        if DECAY:
+            recalled = tl.sum(less * k_t.to(less.dtype), 0)
+            less *= fade[None, :]
+        less += dot(k_t, dkeys, OPERAND, PRECISION)
+        dk = dk - dot(dkeys, k, OPERAND, PRECISION) - tl.trans(less)
     return dq, dk, recalled, read, kept
 
 
@@ -117,6 +100,8 @@ def store_key_gradients(
     dk_,
     q,
     k,
+    q_raw,
+    k_raw,
     rows,
     left,
     columns,
@@ -138,19 +123,19 @@ def store_key_gradients(
     if MAP != 0:
         columns = tl.arange(0, BLOCK_R)
     dq_t = raw_gradient(
-        dq_t, q, rows, left, q_token, 0, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        dq_t, q, q_raw, rows, left, q_token, 0, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
     )
     store_columns(dq, dq_t, rows, left, columns, H * R, R)
     dk_ = raw_gradient(
-        dk_, k, rows, left, k_token, 1, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
+        dk_, k, k_raw, rows, left, k_token, 1, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
     )
     store_rows(dk, dk_, rows, left, columns, H * R, R)
 
 
 @triton.jit
-def store_gate_gradient(dx, gradient, x, rows, left, stride, H: tl.constexpr, LOGITS: tl.constexpr, ACC: tl.constexpr):
+def store_gate_gradient(dx, gradient, slope, rows, left, H: tl.constexpr):
     """Back through the sigmoid, if there is one, and out."""
-    tl.store(dx + rows * H, gradient * gate_slope(x, rows, left, stride, LOGITS, ACC), rows < left)
+    tl.store(dx + rows * H, gradient * slope, rows < left)
 
 
 @triton.jit
@@ -167,181 +152,3 @@ def decay_gradient(dreach, kept, dfade, reach, a_before, C: tl.constexpr, PRECIS
     from_reach = tl.sum(tl.where(s < r, later * between, 0.0), 0)
     from_fade = tl.sum(reach * dfade[:, None], 0) * tl.associative_scan(a_before, 0, multiply)
     return from_reach + from_fade
-
-
-@triton.jit(do_not_specialize=["N", "T"])
-def chunk_gradients(
-    q,
-    k,
-    v,
-    a,
-    e,
-    w,
-    cu_seqlens,
-    states,
-    inverses,
-    dy,
-    dq,
-    dk,
-    da,
-    de,
-    dw,
-    dstates,
-    dright,
-    N,
-    T,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    dy_token,
-    dy_head,
-    gate_token,
-    gate_head,
-    UNIT: tl.constexpr,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    DECAY: tl.constexpr,
-    ERASE: tl.constexpr,
-    WRITE: tl.constexpr,
-    TIED: tl.constexpr,
-    PACKED: tl.constexpr,
-    MAP: tl.constexpr,
-    SUM: tl.constexpr,
-    GATHER: tl.constexpr,
-    LOGITS: tl.constexpr,
-    CAREFUL: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SOLVE: tl.constexpr,
-):
-    """Everything but dv of one chunk and head, from what the walk back left; chunks run side by side."""
-    q_token *= UNIT
-    q_head *= UNIT
-    k_token *= UNIT
-    k_head *= UNIT
-    v_token *= UNIT
-    v_head *= UNIT
-    dy_token *= UNIT
-    dy_head *= UNIT
-    program = tl.program_id(0)
-    head = program % H
-    slot = program // H
-    n = sequence_of(slot, N, cu_seqlens, C) if PACKED else slot // tl.cdiv(T, C)
-    first, length, first_slot = sequence(n, T, cu_seqlens, C, PACKED)
-    start = (slot - first_slot) * C
-    left = (length - start).to(tl.int32)
-    if left <= 0:
-        return
-    token = first + start
-    gate = token * gate_token + head * gate_head
-    gate_out = token * H + head
-    key_at = (token * H + head) * R
-    state = (slot.to(tl.int64) * H + head) * D * M
-    q += token * q_token + head * q_head
-    k += token * k_token + head * k_head
-
-    rows = tl.arange(0, C)
-    m = tl.arange(0, BLOCK_M)
-    features = tl.arange(0, BLOCK_D)
-    s = rows[:, None]
-    t = rows[None, :]
-
-    fade = tl.full((C,), 1.0, ACC)
-    remain = tl.full((C,), 1.0, ACC)
-    erase = tl.full((C,), 0.0, ACC)
-    reach = (s >= t).to(ACC)
-    if DECAY:
-        a_ = load_gate(a + gate, rows, left, gate_token, 1.0, LOGITS, ACC)
-        fade = tl.associative_scan(a_, 0, multiply)
-        a_next = load_gate(a + gate + gate_token, rows, tl.minimum(left, C) - 1, gate_token, 1.0, LOGITS, ACC)
-        remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
-        reach = reach_of(a_, C)
-
-    v_ = load_rows(v + token * v_token + head * v_head, rows, left, m, v_token, M).to(ACC)
-    u = v_
-    if ERASE:
-        erase = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
-    if TIED:
-        u *= erase[:, None]
-    if WRITE:
-        u *= load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)[:, None]
-    scores = tl.zeros((C, C), ACC)
-    keys = tl.zeros((C, C), ACC)
-    if DECAY or ERASE:
-        recall = tl.zeros((C, BLOCK_M), ACC)
-        for f in range(0, D, BLOCK_D):
-            d = f + features
-            k_, k_t = load_features(
-                k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
-            )
-            if DECAY:
-                _, q_t = load_features(
-                    q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
-                )
-                scores += dot(k_, q_t, OPERAND, PRECISION)
-            if ERASE:
-                W_t = load_rows(states + state, m, M, d, D, D)
-                keys += dot(k_, k_t, OPERAND, PRECISION)
-                recall += dot(k_, tl.trans(W_t), OPERAND, PRECISION)
-        if ERASE:
-            u -= recall * (erase * fade)[:, None]
-            X_t = tl.load(inverses + (slot.to(tl.int64) * H + head) * C * C + s * C + t)
-            u = fine_dot(tl.trans(X_t), u, OPERAND, PRECISION, True, CAREFUL)
-
-    du = load_rows(dright + token * H * M + head * M, rows, left, m, H * M, M)
-    dy_t = tl.trans(load_rows(dy + token * dy_token + head * dy_head, rows, left, m, dy_token, M))
-    du_t = tl.trans(du)
-    dscores, dkeys, derase, dreach = score_gradients(
-        u, dy_t, du_t, scores, keys, reach, erase, C, DECAY, ERASE, OPERAND, PRECISION
-    )
-    recalled = tl.zeros((C,), ACC)
-    read = tl.zeros((C,), ACC)
-    kept = tl.zeros((C,), ACC)
-    whole = tl.zeros((), ACC)
-    for f in range(0, D, BLOCK_D):
-        d = f + features
-        q_, q_t = load_features(
-            q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
-        )
-        k_, k_t = load_features(
-            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
-        )
-        W_t = load_rows(states + state, m, M, d, D, D)
-        dW_t = load_rows(dstates + state, m, M, d, D, D)
-        dq_t, dk_, recalled_, read_, kept_ = key_gradients(
-            q_, q_t, k_, k_t, W_t, dW_t, u, dy_t, du_t, dscores, dkeys, fade, remain, erase,
-            DECAY, ERASE, OPERAND, PRECISION,
-        )  # fmt: skip
-        store_key_gradients(
-            dq + key_at, dk + key_at, dq_t, dk_, q, k, rows, left, d, q_token, k_token,
-            H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION,
-        )  # fmt: skip
-        recalled += recalled_
-        if DECAY:
-            read += read_
-            kept += kept_
-            whole += tl.sum(tl.sum(dW_t.to(ACC) * W_t.to(ACC), 1), 0)
-
-    if ERASE:
-        de_ = derase - fade * recalled
-        if TIED:
-            de_ += tl.sum(du.to(ACC) * v_, 1)
-        store_gate_gradient(de + gate_out, de_, e + gate, rows, left, gate_token, H, LOGITS, ACC)
-    if WRITE:
-        dw_ = tl.sum(du.to(ACC) * v_, 1)
-        store_gate_gradient(dw + gate_out, dw_, w + gate, rows, left, gate_token, H, LOGITS, ACC)
-    if DECAY:
-        a_before = load_gate(a + gate - gate_token, rows, tl.where(rows > 0, left, 0), gate_token, 1.0, LOGITS, ACC)
-        dfade = read - erase * recalled + tl.where(rows == C - 1, whole, 0.0)
-        da_ = decay_gradient(dreach, kept, dfade, reach, a_before, C, SOLVE)
-        store_gate_gradient(da + gate_out, da_, a + gate, rows, left, gate_token, H, LOGITS, ACC)

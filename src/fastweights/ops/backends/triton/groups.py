@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from fastweights.ops.backends.triton.pieces import dot
+
 
 @triton.jit(do_not_specialize=["G", "given"])
 def scan_groups(
@@ -44,4 +46,4 @@ def scan_groups(
         tl.store(states + group * D * M + at, state, inside)
         F_t = tl.load(transitions + group * D * D + turned, square, 0.0)
         change = tl.load(changes + group * D * M + at, inside, 0.0)
-        state = change + tl.dot(state, F_t, input_precision=PRECISION)
+        state = change + dot(state, F_t, state.dtype, PRECISION)

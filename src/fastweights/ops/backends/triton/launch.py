@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.ops.backends.triton.backward import walk_backward
+from fastweights.ops.backends.triton.chunks import chunk_gradients
 from fastweights.ops.backends.triton.configs import (
     HALF,
     PRECISIONS,
@@ -20,14 +21,12 @@ from fastweights.ops.backends.triton.configs import (
     power_of_two,
 )
 from fastweights.ops.backends.triton.forward import invert_chunks, walk_forward
-from fastweights.ops.backends.triton.gradients import chunk_gradients
 from fastweights.ops.backends.triton.start import MOST_SHAPES, Constants, Start, kind_of, paced
+from fastweights.ops.backends.triton.strides import Gates, addressable, even, in_units, strides_of
 from fastweights.ops.features import Features
 
 # Kinds of dy that a plan is ready for at a time.
 MOST_GRADIENTS = 64
-
-Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 TYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -37,47 +36,13 @@ TYPES = {
 }
 
 
+def _twice(config: Config, unit: int) -> bool:
+    """Whether walks load tiles both ways: not where strides make for loads of single entries, which are many."""
+    return bool(config.twice) and unit > 1
+
+
 def _type_of(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
-
-
-def even(gates: Gates, axis: int = 1) -> tuple[Gates, tuple[int, int]]:
-    """The gates with strides that they all have, and those strides, of `axis` (tokens, or 0 for batches) and heads."""
-    there = [gate for gate in gates if gate is not None]
-    if not there:
-        return gates, (1, 1)
-    strides = there[0].stride()
-    if any(gate.stride() != strides for gate in there) or (axis == 1 and not _in_line(there[0])):
-        a, e, w = (None if gate is None else gate.contiguous() for gate in gates)
-        H, T = there[0].shape[2], there[0].shape[1]
-        return (a, e, w), (H if axis == 1 else H * T, 1)
-    return gates, (strides[axis], strides[2])
-
-
-def _in_line(x: Tensor) -> bool:
-    """Whether tokens (B, T, H, ...) follow one another from batch to batch, by strides that fit 32 bits."""
-    batch, token, head, *_ = x.stride()
-    return (x.shape[0] == 1 or batch == x.shape[1] * token) and 0 <= token < 2**24 and 0 <= head < 2**31
-
-
-def _addressable(x: Tensor) -> Tensor:
-    """x (B, T, H, ·) with adjacent features, batches that follow each other in time, and strides that fit 32 bits."""
-    return x if x.stride(3) == 1 and _in_line(x) else x.contiguous()
-
-
-# Strides that are multiples of so many entries are passed as such multiples; Triton itself only looks for 16.
-_UNIT = 8
-
-
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride for x in tensors for stride in x.stride()[1:3])
-
-
-def _in_units(strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """The unit, and how many of it the strides are."""
-    if any(stride % _UNIT for stride in strides):
-        return 1, strides
-    return _UNIT, tuple(stride // _UNIT for stride in strides)
 
 
 class Plan:
@@ -120,8 +85,8 @@ class Plan:
         self.fused = bool(config.fused)
         self.separate = not self.fused and (tied or w is not None or self.kept_dtype != v.dtype)
         self.gate_strides = even((a, e, w))[1]
-        self.raw_strides = _strides(q, k, v)
-        unit, strides = _in_units(self.raw_strides)
+        self.raw_strides = strides_of(q, k, v)
+        unit, strides = in_units(self.raw_strides)
         self.strides = (*strides, *self.gate_strides)
         self.packed, precision = cu_seqlens is not None, PRECISIONS[config.precision]
         self.constants = {
@@ -141,6 +106,7 @@ class Plan:
             "MAP": features.map,
             "SUM": bool(features.sum),
             "GATHER": bool(config.gather),
+            "TWICE": _twice(config, unit),
             "LOGITS": bool(features.logits),
             "CAREFUL": bool(config.careful) and config.precision == HALF,
             "OPERAND": TYPES[self.kept_dtype],
@@ -166,7 +132,7 @@ class Plan:
         q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, e: Tensor | None, w: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """The inputs with strides that the kernels can take."""
-        return _addressable(q), _addressable(k), _addressable(v), *even((a, e, w))[0]
+        return addressable(q), addressable(k), addressable(v), *even((a, e, w))[0]
 
     def _start(
         self,
@@ -203,8 +169,8 @@ class Plan:
         keep: bool,
         read: bool = True,
         inverses: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """y, the final W, and where they are kept the states before each chunk and the chunks' inverses.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """y, the final W, and where they are kept the states before each chunk, the chunks' inverses and the errors.
 
         Without `read`, y is the values. Inverses that are known already may be given.
         """
@@ -225,24 +191,27 @@ class Plan:
             inverses = torch.empty(kept[1], dtype=self.inverse_dtype, device=device)
             if self.prepared:
                 self.invert((k, a, e, cu_seqlens, inverses), self.N, self.T)
-        tensors = (q, k, v, a, e, w, W, cu_seqlens, y, W_end, states, inverses)
+        errors = torch.empty(kept[2], dtype=self.kept_dtype, device=device)
+        tensors = (q, k, v, a, e, w, W, cu_seqlens, y, W_end, states, inverses, errors)
         self.walks[read](tensors, self.T, int(keep), given)
-        return y, W_end, states, inverses
+        return y, W_end, states, inverses, errors
 
     def _backward_starts(self, dy: Tensor, only_state: bool) -> tuple[Start, Start]:
         """The walk back, and the launch for what is left by it, for dy with these strides."""
         config = self.config
-        unit, strides = _in_units((*self.raw_strides, *_strides(dy)))
+        unit, strides = in_units((*self.raw_strides, *strides_of(dy)))
         strides = (*strides, *self.gate_strides)
         fused = self.fused and not only_state
         block = power_of_two(self.M) if fused else self.block
-        more = {"BLOCK_M": block, "FUSED": fused, "RIGHT": self.separate, "UNIT": unit}
+        more = {"BLOCK_M": block, "FUSED": fused, "ONLY": only_state, "RIGHT": self.separate}
+        more |= {"UNIT": unit, "TWICE": _twice(config, unit)}
         pace = paced(config.backward_warps, config.backward_stages)
         key = (dy.dtype, unit, strides, only_state)
         walk = self._start(walk_backward, self._programs(block), strides, more, pace, *key)
         blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M), "UNIT": unit}
-        programs = self.shapes[1][0][0] * self.H
-        pace = paced(config.chunk_warps, 1, config.registers)
+        blocks |= {"BATCH": config.batch, "TWICE": config.batch > 1 and _twice(config, unit)}
+        programs = -(-self.shapes[1][0][0] // config.batch) * self.H
+        pace = paced(config.chunk_warps, config.chunk_stages, config.registers)
         return walk, self._start(chunk_gradients, programs, strides, blocks, pace, *key)
 
     def compile(self, bounds: torch.dtype | None, groups: bool) -> list[Any]:
@@ -253,16 +222,19 @@ class Plan:
         if self.prepared:
             found.append(self.invert.compile((q, a, e, bounds, inverse), self.N, self.T))
         for read in (True, False) if groups else (True,):
-            kinds = (q, q, q, a, e, w, wide, bounds, self.dtype if read else q, wide, kept, inverse)
+            kinds = (q, q, q, a, e, w, wide, bounds, self.dtype if read else q, wide, kept, inverse, kept)
             found.append(self.walks[read].compile(kinds, self.T, 1, 1))
         dy = torch.empty(self.y_shape, dtype=self.dtype, device="meta")
-        given = (q, q, q, a, e, w, bounds, kept, inverse, self.dtype)
+        given = (q, q, q, a, e, w, bounds, kept)
+        rest = (kept, self.dtype)
         right = kept if self.separate else q
         for only_state in (True, False) if groups else (False,):
             walk, chunks = self._backward_starts(dy, only_state)
-            found.append(walk.compile((*given, wide, q, q, q, a, e, w, wide, kept, right), self.T, 1, 1))
+            found.append(
+                walk.compile((*given, inverse, *rest, wide, q, q, q, a, e, w, wide, kept, right), self.T, 1, 1)
+            )
         if not self.fused:
-            found.append(chunks.compile((*given, q, q, a, e, w, kept, right), self.N, self.T))
+            found.append(chunks.compile((*given, *rest, q, q, a, e, w, kept, right), self.N, self.T))
         return found
 
     def backward(
@@ -272,18 +244,20 @@ class Plan:
         dW_end: Tensor | None,
         states: Tensor,
         inverses: Tensor,
+        errors: Tensor,
         cu_seqlens: Tensor | None,
         wants_state: bool,
         only_state: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Gates, Tensor | None]:
         """Gradients of q, k, v, the gates and, if it is wanted, W; `only_state` leaves the others undone."""
+        kept = (states, inverses, errors)
         if self.index is not None and self.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.index):
-                return self.backward(inputs, dy, dW_end, states, inverses, cu_seqlens, wants_state, only_state)
+                return self.backward(inputs, dy, dW_end, *kept, cu_seqlens, wants_state, only_state)
         key = (dy.stride(), dy.dtype, only_state)
         if key not in self.backs:
-            if (aligned := _addressable(dy)) is not dy:
-                return self.backward(inputs, aligned, dW_end, states, inverses, cu_seqlens, wants_state, only_state)
+            if (aligned := addressable(dy)) is not dy:
+                return self.backward(inputs, aligned, dW_end, *kept, cu_seqlens, wants_state, only_state)
             if len(self.backs) >= MOST_GRADIENTS:
                 self.backs.clear()
             self.backs[key] = self._backward_starts(dy, only_state)
@@ -292,30 +266,28 @@ class Plan:
             inputs = self.ready(*inputs)
         q, k, v, a, e, w = inputs
         device = self.device
-        dv = torch.empty(self.y_shape, dtype=self.q_dtype, device=device)
+        size = (0,) if only_state else self.y_shape
+        dv = torch.empty(size, dtype=self.q_dtype, device=device)
         dq = dv if only_state else torch.empty(self.q_shape, dtype=self.q_dtype, device=device)
         dk = dv if only_state else torch.empty(self.q_shape, dtype=self.q_dtype, device=device)
         da, de, dw = (
-            None if kind is None else torch.empty(self.gate_shape, dtype=kind, device=device)
+            None if kind is None else torch.empty(size if only_state else self.gate_shape, dtype=kind, device=device)
             for kind in self.gate_dtypes
         )
         dW = torch.empty(self.W_shape, dtype=self.wide, device=device) if wants_state else self.nothing
         final = self.nothing if dW_end is None else dW_end.contiguous()
-        dstates, dright = states, dv
-        if not self.fused or only_state:
-            dstates = torch.empty_like(states)
-            # The second launch reads the right side's gradient as an operand. dv will do where it is that, unrounded.
-            if self.separate:
-                dright = torch.empty(self.y_shape, dtype=self.kept_dtype, device=device)
-        given = (q, k, v, a, e, w, cu_seqlens, states, inverses, dy)
+        dstates = states if self.fused or only_state else torch.empty_like(states)
+        # The second launch reads the right side's gradient as an operand. dv will do where it is that, unrounded.
+        dright = torch.empty(size, dtype=self.kept_dtype, device=device) if self.separate else dv
+        given = (q, k, v, a, e, w, cu_seqlens, states)
         walk(
-            (*given, final, dq, dk, dv, da, de, dw, dW, dstates, dright),
+            (*given, inverses, errors, dy, final, dq, dk, dv, da, de, dw, dW, dstates, dright),
             self.T,
             int(dW_end is not None),
             int(wants_state),
         )
         if not self.fused and not only_state:
-            chunks((*given, dq, dk, da, de, dw, dstates, dright), self.N, self.T)
+            chunks((*given, errors, dy, dq, dk, da, de, dw, dstates, dright), self.N, self.T)
         return dq, dk, dv, (da, de, dw), dW if wants_state else None
 
 

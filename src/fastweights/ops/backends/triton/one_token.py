@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fastweights.ops.backends.triton.features import quotient, vector_features
-from fastweights.ops.backends.triton.launch import TYPES, Gates, even
+from fastweights.ops.backends.triton.launch import TYPES
 from fastweights.ops.backends.triton.start import MOST_SHAPES, Constants, Start, kind_of, paced
+from fastweights.ops.backends.triton.strides import Gates, even
 from fastweights.ops.features import Features
 
 

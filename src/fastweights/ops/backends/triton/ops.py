@@ -78,11 +78,11 @@ def walk(
     tied: bool,
     config: Sequence[int],
     features: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y in `dtype`, the final W, and with `keep` the chunks' states (slots, H, M, D) and inverses (slots, H, C, C).
 
-    Last the groups' transitions (groups, H, D, D). With `tied` the write gate is the erase gate, and w is None. The
-    `Features` are those that q and k do not have yet.
+    Then, of a rule that erases, the tokens' errors (B, T, H, M); last the groups' transitions (groups, H, D, D). With
+    `tied` the write gate is the erase gate, and w is None. The `Features` are those that q and k do not have yet.
     """
     from fastweights.ops.backends.triton.kinds import Kind
 
@@ -100,9 +100,10 @@ def _(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, wide, tied, config, features
     shapes = kept_shapes((*q.shape[:3], D), M, e is not None, cu_seqlens, keep, config)
     states = q.new_empty(shapes[0], dtype=kept)
     inverses = q.new_empty(shapes[1], dtype=inverse_dtype(q.dtype, wide, config))
+    errors = q.new_empty(shapes[2], dtype=kept)
     groups = q.shape[0] * number_of_groups(q.shape[1], cu_seqlens, config)
     transitions = W.new_empty((groups, H, D, D))
-    return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), states, inverses, transitions
+    return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), states, inverses, errors, transitions
 
 
 @torch.library.custom_op("fastweights::triton_walk_backward", mutates_args=())
@@ -117,6 +118,7 @@ def walk_backward(
     w: Tensor | None,
     states: Tensor,
     inverses: Tensor,
+    errors: Tensor,
     transitions: Tensor,
     cu_seqlens: Tensor | None,
     wide: torch.dtype,
@@ -125,13 +127,13 @@ def walk_backward(
     features: Sequence[int],
 ) -> list[Tensor]:
     """Gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
-    rest = (states, inverses, transitions, cu_seqlens, wide, tied, True, Config(*config), Features(*features))
+    rest = (states, inverses, errors, transitions, cu_seqlens, wide, tied, True, Config(*config), Features(*features))
     dq, dk, dv, gates, dW = _walks().backward(dy, dW, q, k, v, (a, e, w), *rest)
     return [dq, dk, dv, *(gate for gate in gates if gate is not None), dW]
 
 
 @walk_backward.register_fake
-def _(dy, dW, q, k, v, a, e, w, states, inverses, transitions, cu_seqlens, wide, tied, config, features):  # type: ignore[no-untyped-def]
+def _(dy, dW, q, k, v, a, e, w, states, inverses, errors, transitions, cu_seqlens, wide, tied, config, features):  # type: ignore[no-untyped-def]
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     D = Features(*features).size(q.shape[3])
     return [*like_inputs(q, k, v, a, e, w), q.new_empty((N, q.shape[2], D, v.shape[3]), dtype=wide)]
@@ -164,17 +166,17 @@ class _Walk(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, a, e, w, cu_seqlens, states, inverses, *transitions = ctx.saved_tensors
+    q, k, v, a, e, w, cu_seqlens, *kept = ctx.saved_tensors
     plan, (dtype, wide, tied, config, features) = ctx.how
     if dy is None:
         dy = v.new_zeros(v.shape, dtype=dtype)
     wants_state = ctx.needs_input_grad[6]
     if plan is None:
-        rest = (states, inverses, *transitions, cu_seqlens, wide, tied, wants_state, config, features)
+        rest = (*kept, cu_seqlens, wide, tied, wants_state, config, features)
         dq, dk, dv, gates, dW = _walks().backward(dy, dW, q, k, v, (a, e, w), *rest)
     else:
         inputs = (q, k, v, a, e, w)
-        dq, dk, dv, gates, dW = plan.backward(inputs, dy, dW, states, inverses, cu_seqlens, wants_state)
+        dq, dk, dv, gates, dW = plan.backward(inputs, dy, dW, *kept, cu_seqlens, wants_state)
     return dq, dk, dv, *gates, dW, None, None
 
 
@@ -272,7 +274,7 @@ def again(problem: Problem) -> Again | None:
             if W_end is W:
                 torch.autograd.graph.increment_version(W)
         else:
-            y, W_end, _, _ = plan.forward((q, k, v, a, e, w), W, None, False)
+            y, W_end, *_ = plan.forward((q, k, v, a, e, w), W, None, False)
         return y, W_end
 
     return run

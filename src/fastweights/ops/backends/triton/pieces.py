@@ -18,7 +18,24 @@ def multiply(x, y):
 @triton.jit
 def dot(x, y, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """x @ y with operands in `OPERAND`, summed in float32 (float64 for float64)."""
-    return tl.dot(x.to(OPERAND), y.to(OPERAND), input_precision=PRECISION)
+    x = x.to(OPERAND)
+    y = y.to(OPERAND)
+    if PRECISION == "tf32x3":
+        # Triton's own product of this name rounds to nearest in integers and looks for NaN: a third more instructions.
+        rough_x = leading_digits(x)
+        rough_y = leading_digits(y)
+        result = tl.dot(x - rough_x, rough_y, input_precision="tf32")
+        result = tl.dot(rough_x, y - rough_y, result, input_precision="tf32")
+        result = tl.dot(rough_x, rough_y, result, input_precision="tf32")
+    else:
+        result = tl.dot(x, y, input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def leading_digits(x):
+    """The part of float32 that TF32 can hold; what is left has as many digits again, and 3 more that are lost."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -75,6 +92,32 @@ def load_rows(x, rows, left, columns, stride, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def load_columns(x, rows, left, columns, stride, WIDTH: tl.constexpr):
+    """The same as a tile (WIDTH, tokens)."""
+    return tl.load(
+        x + rows[None, :] * stride + columns[:, None], (rows[None, :] < left) & (columns[:, None] < WIDTH), 0.0
+    )
+
+
+@triton.jit
+def load_both(x, rows, left, columns, stride, WIDTH: tl.constexpr, TWICE: tl.constexpr):
+    """Rows of a matrix and their transpose; with `TWICE` as two loads, else turned on chip."""
+    tile = load_rows(x, rows, left, columns, stride, WIDTH)
+    tile_t = load_columns(x, rows, left, columns, stride, WIDTH) if TWICE else tl.trans(tile)
+    return tile, tile_t
+
+
+@triton.jit
+def load_turned(x, rows, left, columns, stride, WIDTH: tl.constexpr, TWICE: tl.constexpr):
+    """The transpose alone, for a walk that loads tiles `TWICE` as it is needed, else turned on chip."""
+    if TWICE:
+        tile = load_columns(x, rows, left, columns, stride, WIDTH)
+    else:
+        tile = tl.trans(load_rows(x, rows, left, columns, stride, WIDTH))
+    return tile
+
+
+@triton.jit
 def load_gate(x, rows, left, stride, filler: tl.constexpr, LOGITS: tl.constexpr, ACC: tl.constexpr):
     """One gate of a chunk, or from `LOGITS`; `filler` past the sequence's end, so that nothing changes there."""
     gate = tl.load(x + rows * stride, rows < left, filler).to(ACC)
@@ -117,52 +160,101 @@ def reach_transposed(a, C: tl.constexpr):
 
 
 @triton.jit
-def inverse(A, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1 for a strictly triangular A, upper or lower, by doubling the blocks that are inverted.
+def resolvent(A, e, C: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Z = A (I + diag(e) A)^-1 = (I + A diag(e))^-1 A for a strictly upper triangular A, by doubling blocks.
 
-    With X the inverse of the diagonal blocks of width b, and B what A adds in blocks of width 2b, the inverse of those
-    is X - X B X. No power of A is formed, so entries stay as small as those of the true inverse. Up to width 16 the
-    diagonal blocks are a batch of their own, which spares the products with zeros between them.
+    No power of A is formed, so entries stay as small as those of the result. Only blocks on the diagonal are ever
+    multiplied, as a batch, which spares the products with zeros between them.
 
-    "16-bit" stands for float16, which has the digits of TF32 and half its instructions. Its range is enough: where
-    the memory does not grow by four orders of magnitude inside a chunk, no entry of the inverse does.
+    "16-bit" stands for float16 where A has been multiplied by e: it has the digits of TF32 and half its instructions,
+    and its range is enough, since what the memory makes of one token at a later one stays small. A and Z themselves
+    have the square of the keys' length, whatever e is: they enter as `OPERAND`, in which Z is kept.
     """
-    if C == 16:
-        X = _inverse_of_blocks(A, 1, PRECISION)
-    else:
-        G: tl.constexpr = C // 16
-        own = tl.arange(0, G)[:, None, None, None] == tl.arange(0, G)[None, :, None, None]
-        blocks = tl.permute(tl.reshape(A, (G, 16, G, 16)), (0, 2, 1, 3))
-        X = _inverse_of_blocks(tl.sum(tl.where(own, blocks, 0.0), 1), G, PRECISION)
-        X = tl.where(own, tl.expand_dims(X, 1), 0.0)
-        X = tl.reshape(tl.permute(X, (0, 2, 1, 3)), (C, C))
-        apart = tl.arange(0, C)[:, None] ^ tl.arange(0, C)[None, :]
-        for bit in tl.static_range(4, 6):
-            if (1 << bit) < C:
-                B = tl.where((apart >> bit) == 1, A, 0.0)
-                X -= _twice(X, B, PRECISION)
-    return X
+    G: tl.constexpr = C // 16
+    # Times -1.0, here and elsewhere: the compiler has to subtract -x from 0, but need not do anything for this.
+    e *= -1.0
+    Z = _first_blocks(_diagonal(A, G, 16), tl.reshape(e, (G, 16)) if G > 1 else e, G, OPERAND, PRECISION)
+    if C == 32:
+        Z = _widened(Z, A, e, 1, 16, OPERAND, PRECISION)
+    elif C == 64:
+        Z = _widened(Z, _diagonal(A, 2, 32), tl.reshape(e, (2, 32)), 2, 16, OPERAND, PRECISION)
+        Z = _widened(Z, A, e, 1, 32, OPERAND, PRECISION)
+    return Z
 
 
 @triton.jit
-def _twice(X, B, PRECISION: tl.constexpr):
-    """X B X."""
-    if PRECISION == "16-bit":
-        result = dot(dot(X, B, tl.float16, "ieee"), X, tl.float16, "ieee")
-    else:
-        result = dot(dot(X, B, X.dtype, PRECISION), X, X.dtype, PRECISION)
-    return result
+def at_or_above(s, t):
+    """Where blocks of width 16 of an upper triangle stand; the others are neither written nor read."""
+    return (s // 16) <= (t // 16)
 
 
 @triton.jit
-def _inverse_of_blocks(A, G: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1 for strictly triangular blocks of width 16: (G, 16, 16), or (16, 16) for G = 1."""
+def _product(x, y, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    return dot(x, y, OPERAND, "ieee") if PRECISION == "16-bit" else dot(x, y, x.dtype, PRECISION)
+
+
+@triton.jit
+def _diagonal(A, G: tl.constexpr, WIDTH: tl.constexpr):
+    """The blocks on the diagonal of A, (G, WIDTH, WIDTH); A itself for one."""
+    if G > 1:
+        own = tl.arange(0, G)[:, None, None, None] == tl.arange(0, G)[None, None, :, None]
+        # Not 0.0: what is added to it may be -0.0, so that the compiler has to add.
+        A = tl.sum(tl.where(own, tl.reshape(A, (G, WIDTH, G, WIDTH)), -0.0), 2)
+    return A
+
+
+@triton.jit
+def _first_blocks(A, e, G: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Z for blocks of width 16: (G, 16, 16) with e (G, 16), or (16, 16) with (16,) for G = 1.
+
+    With X = (I + A diag(e))^-1 for blocks of width b, and 0 between them, that of blocks of width 2b is
+    X - X A diag(e) X where the halves of one meet. Where they do not, X A is Z. Here e has the other sign.
+    """
     # The highest bit in which two positions differ tells the width at which they first share a block.
     apart = tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :]
     if G > 1:
         apart = apart[None, :, :]
-    X = tl.where(apart == 0, 1.0, tl.where(apart == 1, -A, 0.0)).to(A.dtype)
-    for bit in tl.static_range(1, 4):
-        B = tl.where((apart >> bit) == 1, A, 0.0)
-        X -= _twice(X, B, PRECISION)
-    return X
+    e = tl.expand_dims(e, -2)
+    scaled = A * e
+    X = tl.where(apart == 0, 1.0, tl.where(apart == 1, scaled, 0.0)).to(A.dtype)
+    for bit in tl.static_range(1, 3):
+        half = _product(X, scaled, tl.float16, PRECISION)
+        X += tl.where((apart >> bit) == 1, _product(half, X, tl.float16, PRECISION), 0.0)
+    Z = _product(X, A, OPERAND, PRECISION)
+    return Z + _product(tl.where(apart < 8, 0.0, Z) * e, tl.where(apart < 8, Z, 0.0), OPERAND, PRECISION)
+
+
+@triton.jit
+def _widened(Z, A, e, G: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Z for G blocks of twice the WIDTH, given A and e for them, from Z for 2 G blocks; no batch for G = 1.
+
+    Of A = [[A_1, B], [0, A_2]] it is [[Z_1, Z_B], [0, Z_2]] with Z_B = S - S diag(e_2) Z_2, S = B - Z_1 diag(e_1) B.
+    Here e has the other sign.
+    """
+    half = tl.arange(0, 2)
+    i = half[None, :, None, None, None]
+    j = half[None, None, None, :, None]
+    pair = tl.reshape(Z, (G, 2, 1, WIDTH, WIDTH))
+    quarters = tl.reshape(A, (G, 2, WIDTH, 2, WIDTH))
+    gates = tl.reshape(e, (G, 2, WIDTH))
+    Z_1 = tl.sum(tl.where(half[None, :, None, None, None] == 0, pair, -0.0), 1)
+    Z_2 = tl.sum(tl.where(half[None, :, None, None, None] == 1, pair, -0.0), 1)
+    B = tl.sum(tl.sum(tl.where((i == 0) & (j == 1), quarters, -0.0), 3), 1)
+    e_1 = tl.sum(tl.where(half[None, :, None] == 0, gates, -0.0), 1)
+    e_2 = tl.sum(tl.where(half[None, :, None] == 1, gates, -0.0), 1)
+    if G == 1:
+        Z_1 = tl.reshape(Z_1, (WIDTH, WIDTH))
+        Z_2 = tl.reshape(Z_2, (WIDTH, WIDTH))
+        B = tl.reshape(B, (WIDTH, WIDTH))
+        e_1 = tl.reshape(e_1, (WIDTH,))
+        e_2 = tl.reshape(e_2, (WIDTH,))
+    else:
+        Z_1 = tl.reshape(Z_1, (G, WIDTH, WIDTH))
+        Z_2 = tl.reshape(Z_2, (G, WIDTH, WIDTH))
+    S = B + _product(Z_1 * tl.expand_dims(e_1, -2), B, OPERAND, PRECISION)
+    Z_B = S + _product(S * tl.expand_dims(e_2, -2), Z_2, OPERAND, PRECISION)
+    shape: tl.constexpr = (G, 1, WIDTH, 1, WIDTH)
+    lower = tl.where(j == 1, tl.reshape(Z_2, shape), 0.0)
+    upper = tl.where(j == 1, tl.reshape(Z_B, shape), tl.reshape(Z_1, shape))
+    Z = tl.where(i == 1, lower, upper)
+    return tl.reshape(Z, (2 * WIDTH, 2 * WIDTH)) if G == 1 else tl.reshape(Z, (G, 2 * WIDTH, 2 * WIDTH))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastweights.ops.backends.triton.configs import Config, group_length, power_of_two
 from fastweights.ops.backends.triton.groups import scan_groups
-from fastweights.ops.backends.triton.launch import Gates, plan
+from fastweights.ops.backends.triton.launch import plan
 from fastweights.ops.backends.triton.start import Constants, Start, paced
+from fastweights.ops.backends.triton.strides import Gates
 from fastweights.ops.features import PLAIN, Features
 
 
@@ -27,8 +29,8 @@ def forward(
     keep: bool,
     config: Config,
     features: Features = PLAIN,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """y, the final W, and with `keep` each chunk's state and inverse, and the groups' transitions if there are any."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """y, the final W, with `keep` each chunk's state and inverse and each token's error; the groups' transitions."""
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     length = group_length(q.shape[1], cu_seqlens, config)
     how = (dtype, wide, tied, config, features)
@@ -45,12 +47,14 @@ def forward(
         unit = torch.eye(D, dtype=wide, device=q.device).expand(groups, H, D, D).contiguous()
         walks = plan(q, k, v, gates, groups, bounds, *how)
         inputs = (q, k, v, *gates)
-        _, changes, _, inverses = walks.forward(inputs, None, bounds, False, read=False)
+        _, changes, _, inverses, _ = walks.forward(inputs, None, bounds, False, read=False)
         square = plan(q, k, nothing, gates, groups, bounds, *how)
-        _, transitions, _, _ = square.forward((q, k, nothing, *gates), unit, bounds, False, False, inverses)
+        _, transitions, *_ = square.forward((q, k, nothing, *gates), unit, bounds, False, False, inverses)
         starts = _scan(B, transitions, changes, W, back=False)
-        y, W_end, states, inverses = walks.forward(inputs, starts, bounds, keep, inverses=inverses)
-        return y.view(shape), _one_of_each(B, W_end, -1), states, inverses, transitions
+        y, W_end, *kept = walks.forward(inputs, starts, bounds, keep, inverses=inverses)
+        states, inverses, errors = kept
+        errors = errors.unflatten(1, (B, T)).flatten(0, 1)
+        return y.view(shape), _one_of_each(B, W_end, -1), states, inverses, errors, transitions
 
 
 def backward(
@@ -62,6 +66,7 @@ def backward(
     gates: Gates,
     states: Tensor,
     inverses: Tensor,
+    errors: Tensor,
     transitions: Tensor | None,
     cu_seqlens: Tensor | None,
     wide: torch.dtype,
@@ -74,9 +79,10 @@ def backward(
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     length = group_length(q.shape[1], cu_seqlens, config)
     how = (dy.dtype, wide, tied, config, features)
+    kept = (states, inverses, errors)
     if length == 0:
         walks = plan(q, k, v, gates, N, cu_seqlens, *how)
-        return walks.backward((q, k, v, *gates), dy, dW_end, states, inverses, cu_seqlens, wants_state)
+        return walks.backward((q, k, v, *gates), dy, dW_end, *kept, cu_seqlens, wants_state)
     assert transitions is not None
     with torch.cuda.device_of(q):
         (B, T, _, _), sizes = q.shape, (q.shape, k.shape, v.shape)
@@ -85,10 +91,10 @@ def backward(
         dy, inputs = _in_a_row(dy), (q, k, v, *gates)
         walks = plan(q, k, v, gates, bounds.numel() - 1, bounds, *how)
         # What each group makes of no gradient, then the gradients between groups, then everything.
-        *_, changes = walks.backward(inputs, dy, None, states, inverses, bounds, True, only_state=True)
+        *_, changes = walks.backward(inputs, dy, None, *kept, bounds, True, only_state=True)
         assert changes is not None
         ends = _scan(B, transitions, changes, dW_end, back=True)
-        dq, dk, dv, grads, dW = walks.backward(inputs, dy, ends, states, inverses, bounds, wants_state)
+        dq, dk, dv, grads, dW = walks.backward(inputs, dy, ends, *kept, bounds, wants_state)
         dq, dk, dv = (x.view(size) for x, size in zip((dq, dk, dv), sizes, strict=True))
         da, de, dw = (None if grad is None else grad.view(B, T, -1) for grad in grads)
         return dq, dk, dv, (da, de, dw), None if dW is None else _one_of_each(B, dW, 0)
@@ -118,14 +124,16 @@ def compile_side_by_side(
         q, k, v, gates = _in_a_row(q), _in_a_row(k), _in_a_row(v), _gates_in_a_row(gates)
         N = cu_seqlens.numel() - 1
     walks = plan(q, k, v, gates, N, cu_seqlens, q.dtype, wide, tied, config, features)
-    with ThreadPoolExecutor(4) as pool:
-        with AsyncCompileMode(pool, ignore_errors=True):
-            kernels = walks.compile(None if cu_seqlens is None else cu_seqlens.dtype, bool(length))
-        compiled = [kernel.result(True) if hasattr(kernel, "result") else kernel for kernel in kernels]
-        # Some versions compile a launcher in C for each kernel, and keep it on disk for whoever asks next.
-        launchers = [pool.submit(driver.active.launcher_cls, x.src, x.metadata) for x in compiled if x is not None]
-        for launcher in launchers:
-            launcher.exception()
+
+    def launcher(kernel: Any) -> None:
+        """Some versions compile one in C for each kernel, and keep it on disk for whoever asks next."""
+        compiled = kernel.future.result() if hasattr(kernel, "future") else kernel
+        driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+    # The mode waits for its kernels at its end: what waits for them too has threads of its own.
+    with ThreadPoolExecutor(8) as pool, ThreadPoolExecutor(8) as waiting, AsyncCompileMode(pool, ignore_errors=True):
+        for kernel in walks.compile(None if cu_seqlens is None else cu_seqlens.dtype, bool(length)):
+            waiting.submit(launcher, kernel)
 
 
 def _bounds(B: int, T: int, length: int, device: torch.device) -> Tensor:
@@ -163,6 +171,6 @@ def _scan(B: int, transitions: Tensor, changes: Tensor, initial: Tensor | None, 
 
     depends_on = (changes.device.index, changes.dtype, H, D, M, back)
     programs = B * H * -(-M // block)
-    start = Start(scan_groups, depends_on, programs, (), constants, paced(4, 1), changes.device)
+    start = Start(scan_groups, depends_on, programs, (), constants, paced(4, 3), changes.device)
     start((transitions, changes, begin, states), groups // B, int(initial is not None))
     return states

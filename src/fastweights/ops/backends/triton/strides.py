@@ -1,0 +1,46 @@
+"""Strides as the kernels take them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def even(gates: Gates, axis: int = 1) -> tuple[Gates, tuple[int, int]]:
+    """The gates with strides that they all have, and those strides, of `axis` (tokens, or 0 for batches) and heads."""
+    there = [gate for gate in gates if gate is not None]
+    if not there:
+        return gates, (1, 1)
+    strides = there[0].stride()
+    if any(gate.stride() != strides for gate in there) or (axis == 1 and not _in_line(there[0])):
+        a, e, w = (None if gate is None else gate.contiguous() for gate in gates)
+        H, T = there[0].shape[2], there[0].shape[1]
+        return (a, e, w), (H if axis == 1 else H * T, 1)
+    return gates, (strides[axis], strides[2])
+
+
+def _in_line(x: Tensor) -> bool:
+    """Whether tokens (B, T, H, ...) follow one another from batch to batch, by strides that fit 32 bits."""
+    batch, token, head, *_ = x.stride()
+    return (x.shape[0] == 1 or batch == x.shape[1] * token) and 0 <= token < 2**24 and 0 <= head < 2**31
+
+
+def addressable(x: Tensor) -> Tensor:
+    """x (B, T, H, ·) with adjacent features, batches that follow each other in time, and strides that fit 32 bits."""
+    return x if x.stride(3) == 1 and _in_line(x) else x.contiguous()
+
+
+# Strides that are multiples of so many entries are passed as such multiples; Triton itself only looks for 16.
+_UNIT = 8
+
+
+def strides_of(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for x in tensors for stride in x.stride()[1:3])
+
+
+def in_units(steps: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """The unit, and how many of it the strides are."""
+    if any(stride % _UNIT for stride in steps):
+        return 1, steps
+    return _UNIT, tuple(stride // _UNIT for stride in steps)
