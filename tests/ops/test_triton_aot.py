@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastweights.ops.backends.triton.configs import TABLE, Config, configuration
+from fastweights.ops.backends.triton.configs import TABLE, Config, configuration, holds_features
 from fastweights.ops.features import PLAIN, Features
 
 triton = pytest.importorskip("triton")
@@ -146,6 +146,18 @@ def test_compiles_for_ampere(monkeypatch, dtype, D, M, config):
 )
 def test_compiles_gated_and_packed(monkeypatch, dtype, D, M, config):
     check(launches(monkeypatch, dtype, D, M, config, gated=True), 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_most_features_fit_beside_the_most_values(monkeypatch, d):
+    features, M = (
+        (Features.named("dpfp", 2, True, True), 64) if d == 64 else (Features.named("elu", 0, True, True), 256)
+    )
+    D = features.size(d)
+    assert holds_features(D, M) and not holds_features(D + 1, M + 1)
+    config = configuration(D, M, torch.bfloat16, 999, 256, features)
+    check(launches(monkeypatch, torch.bfloat16, d, M, config, gated=False, features=features), 90)
 
 
 @pytest.mark.slow

@@ -205,6 +205,8 @@ def test_where_it_does_not_apply():
     assert reason("delta") is None
     assert reason("gated", attention=True) is None
     assert "D = 384 features" in reason("delta", 64, 3)
+    assert reason("sum", 64, 2) is None
+    assert "D = 256 features beside M = 65" in reason("sum", 64, 2, attention=True)
     assert "attention normalisation of rule 'delta'" in reason("delta", attention=True)
     assert "outside the family" in reason("schlag2021")
     assert "'chunked' takes mapped keys" in reason("delta", backend="chunked")

@@ -13,7 +13,15 @@ from torch import Tensor
 from fastweights.ops import family
 from fastweights.ops.backends.base import Backend
 from fastweights.ops.backends.triton import self_check
-from fastweights.ops.backends.triton.configs import FEW, LARGEST_D, LARGEST_M, LARGEST_MAPPED, LONG, configuration
+from fastweights.ops.backends.triton.configs import (
+    FEW,
+    LARGEST_D,
+    LARGEST_M,
+    LARGEST_M_MAPPED,
+    LONG,
+    configuration,
+    holds_features,
+)
 from fastweights.ops.backends.triton.kinds import AnyKind, Kind, StepKind
 from fastweights.ops.backends.triton.ops import again, recurrence, step, takes_step
 from fastweights.ops.problem import Problem
@@ -58,9 +66,12 @@ for _function in (interpreted, unavailable):
 
 def why_unfused(problem: Problem) -> str | None:
     """Why the features of the problem have to be computed before the kernels run."""
-    rule, D = problem.rule, problem.W.shape[2]
-    if problem.features.map and D > LARGEST_MAPPED and not takes_step(problem):
-        return f"phi has D = {D} features, and up to {LARGEST_MAPPED} are computed inside the kernels"
+    rule, (_, _, D, M) = problem.rule, problem.W.shape
+    # The accumulator of attention normalisation may come in as one more value column.
+    M += problem.z is not None
+    if problem.features.map and not holds_features(D, M) and not takes_step(problem):
+        limits = ", ".join(f"D = {most} beside M = {values}" for most, values in LARGEST_M_MAPPED.items())
+        return f"phi has D = {D} features beside M = {M} values; inside the kernels there is room for up to {limits}"
     if problem.features.logits and rule.coefficients is not None and not family.takes_logits(rule):
         return f"rule {rule.name!r} computes its coefficients from gates, not from their logits"
     if takes_step(problem):

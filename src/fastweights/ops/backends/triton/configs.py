@@ -130,6 +130,8 @@ PROGRAMS, MOST_GROUPS, LEAST_GROUPS, LEAST_CHUNKS = 256, 64, 8, 4
 # A feature map is computed whole by every kernel, so all D have to fit in one tile of the one for the gradients, which
 # takes registers: (chunk, warps to invert, warps for gradients) of the rows whose kernels are split, by D.
 LARGEST_MAPPED = 256
+# With the most features, no more values than this fit beside them.
+LARGEST_M_MAPPED = {128: LARGEST_M, LARGEST_MAPPED: 64}
 _MAPPED = {32: (16, 1, 2), 64: (32, 2, 4), 128: (16, 4, 8), 256: (16, 8, 8)}
 
 
@@ -146,6 +148,12 @@ def _mapped(config: Config, D: int, M: int) -> Config:
         return _changed(config, fused=1, prepared=0, chunk=16, **walk)
     chunk, invert_warps, chunk_warps = next(row for keys, row in _MAPPED.items() if keys >= D)
     return _changed(config, chunk=min(chunk, config.chunk), invert_warps=invert_warps, chunk_warps=chunk_warps)
+
+
+def holds_features(D: int, M: int) -> bool:
+    """Whether phi of D features can be computed inside the kernels, beside values of size M."""
+    room = next((values for features, values in LARGEST_M_MAPPED.items() if features >= D), 0)
+    return room >= M
 
 
 def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int, features: Features = PLAIN) -> Config:

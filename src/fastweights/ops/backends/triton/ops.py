@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 from fastweights.ops.autograd import differentiable, like_inputs, wants_gradients, watched
 from fastweights.ops.backends.base import Again
 from fastweights.ops.backends.triton.configs import (
-    LARGEST_MAPPED,
     Config,
     configuration,
     group_length,
+    holds_features,
     inverse_dtype,
     kept_shapes,
     number_of_groups,
@@ -238,7 +238,7 @@ def again(problem: Problem) -> Again | None:
         return None
     (N, H, D, M), (_, T, _, _), wide = problem.W.shape, problem.q.shape, problem.W.dtype
     features, dtype, one = problem.features, problem.q.dtype, T == 1
-    if features.map and D > LARGEST_MAPPED:
+    if features.map and not holds_features(D, M):
         # One token is taken with any D; there is no walk to be ready with.
         return None
     config = configuration(D, M, dtype, N * H, T, features)
