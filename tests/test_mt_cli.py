@@ -50,6 +50,7 @@ def runs(corpus, tmp_path_factory):
         assert "Best validation BLEU" in done.stdout
         assert f"fastweights eval mt {folder / attention} --split test" in done.stdout
         assert f"| fastweights translate {folder / attention}" in done.stdout
+        assert ("as first drawn" in done.output) is (attention == "performer")
     return folder
 
 

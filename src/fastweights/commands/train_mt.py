@@ -119,6 +119,8 @@ def _announce(task: TranslationTask, corpus: ParallelCorpus, out: Path) -> None:
     long = f", {task.left_out:,} of them too long" if task.left_out else ""
     batches = f"{task.batches_per_epoch:,} batches an epoch"
     say(f"{task.n_parameters / 1e6:.2f} M parameters, {pairs}{long}, {batches}; the run is kept in {out}")
+    if "performer" in task.model.attentions and not task.model.redraw:
+        say("The Performer keeps its random features as first drawn; --set redraw=true draws new ones for each batch.")
 
 
 def _conclude(corpus: ParallelCorpus, result: Result, out: Path) -> None:
