@@ -45,6 +45,16 @@ def test_agrees_with_float64(rule, backend, normalization, shape, dtype):
     assert relative_error(everything(call, backend), exact) < LIMITS[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rule", ["sum", "gated", "decay"])
+def test_additive_rules_keep_their_digits_where_values_have_a_mean(rule, dtype):
+    call = random_call(rule, "attention", 3, 200, 2, 16, 16)
+    call.v = call.v + 3
+    call = on_gpu(call).to(dtype)
+    exact = everything(call.to(torch.float64), "reference")
+    assert relative_error(everything(call, "auto"), exact) < 2 * LIMITS[dtype]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", FAMILY)
 def test_packed(rule, backend):

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import fastweights as fw
+from fastweights.ops import family
+from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
 from tests.ops.calls import NORMALIZATIONS, PAIRS, random_call
 
@@ -60,3 +62,43 @@ def test_large_finite_inputs_in_half_precision(rule, dtype):
     assert y.isfinite().all()
     assert W.isfinite().all()
     assert z.isfinite().all()
+
+
+def recurrence_in_16_bits(q, k, v, a, e, w, W, packed, dtype):
+    """The sum rule with W and the gradient of y rounded to bfloat16 where products take them, as tensor cores do."""
+
+    def rounded(x):
+        return x + (x.bfloat16().to(x.dtype) - x).detach()
+
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    states = W.unsqueeze(1) + torch.einsum("bthd,bthm->bthdm", k, v).cumsum(1)
+    y = torch.einsum("bthd,bthdm->bthm", q, rounded(states))
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad.bfloat16().to(grad.dtype))
+    return y, states[:, -1]
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0, 10.0])
+def test_queries_keep_their_gradients_where_values_have_a_mean(mean):
+    """dq is what is left of two numbers as large as the mean."""
+    torch.manual_seed(0)
+    q, k = (torch.nn.functional.elu(torch.randn(4, 256, 2, 16)).add(1).bfloat16() for _ in range(2))
+    v = (torch.randn(4, 256, 2, 16) + mean * torch.randn(4, 1, 2, 16)).bfloat16()
+    dy = torch.randn(4, 256, 2, 16).bfloat16()
+    W, z = torch.zeros(4, 2, 16, 16), torch.zeros(4, 2, 16)
+    ours = [x.requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in ours]
+    y, *state = family.run(Problem(RULES["sum"], *ours, {}, W, z), recurrence_in_16_bits)
+    want, wanted = fw.fast_weight_memory(*exact, rule="sum", normalization="attention", backend="reference")
+    pairs = [(y, want), *zip(state, wanted.tensors().values(), strict=True)]
+    pairs += zip(torch.autograd.grad(y, ours, dy), torch.autograd.grad(want, exact, dy.double()), strict=True)
+    for found, wanted in pairs:
+        assert (found.double() - wanted).norm() < 1.5e-2 * wanted.norm()
+
+
+def test_what_is_no_number_does_not_reach_tokens_before_it():
+    q, k, v = torch.rand(3, 1, 6, 1, 4).bfloat16()
+    v[0, 4, 0, 1] = torch.inf
+    problem = Problem(RULES["sum"], q, k, v, {}, torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4))
+    y = family.run(problem, recurrence_in_16_bits)[0]
+    assert y[:, :4].isfinite().all() and not y[:, 4:, :, 1].isfinite().any()
