@@ -3,11 +3,6 @@
 Like `test_triton_interpret`, the tests run in a process of their own.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -22,32 +17,18 @@ from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.normalization import sum_normalize
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
+from tests.ops.calls import FAMILY
+from tests.ops.interpreted import inside, outside, poisoned, rerun  # noqa: F401
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
-FAMILY = [name for name, rule in RULES.items() if rule.coefficients is not None]
 MAPS = [("elu", 0), ("relu", 0), ("dpfp", 1), ("dpfp", 3)]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@outside
 def test_in_the_interpreter() -> None:
-    """Runs the rest of this file with the interpreter."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout=280", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-    assert "passed" in run.stdout
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Memory that nobody wrote reads as NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    rerun(__file__)
 
 
 @pytest.mark.parametrize(("name", "nu"), MAPS)

@@ -1,12 +1,8 @@
 """One token in one launch, in the interpreter, against the paper's equations. Like `test_triton_interpret`."""
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,31 +19,17 @@ from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES, Coefficients
 from fastweights.ops.state import FastWeightState
 from tests.ops.calls import FAMILY, NORMALIZATIONS, random_call
+from tests.ops.interpreted import inside, outside, poisoned, rerun  # noqa: F401
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
 DELTA = Features.named("dpfp", 1, sum=True, logits=True)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@outside
 def test_in_the_interpreter() -> None:
-    """Runs the rest of this file with the interpreter."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout=280", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-    assert "passed" in run.stdout
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Memory that nobody wrote reads as NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    rerun(__file__)
 
 
 @inside
