@@ -97,8 +97,21 @@ def test_queries_keep_their_gradients_where_values_have_a_mean(mean):
 
 
 def test_what_is_no_number_does_not_reach_tokens_before_it():
-    q, k, v = torch.rand(3, 1, 6, 1, 4).bfloat16()
-    v[0, 4, 0, 1] = torch.inf
+    q, k, v = torch.rand(3, 1, 20, 1, 4).bfloat16()
+    v[0, 18, 0, 1] = torch.inf
     problem = Problem(RULES["sum"], q, k, v, {}, torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4))
     y = family.run(problem, recurrence_in_16_bits)[0]
-    assert y[:, :4].isfinite().all() and not y[:, 4:, :, 1].isfinite().any()
+    assert y[:, :18].isfinite().all() and not y[:, 18:, :, 1].isfinite().any()
+
+
+@pytest.mark.parametrize("T", [2, 15, 16, 256])
+@pytest.mark.parametrize("height", [1e2, 1e5])
+def test_a_value_that_stands_out_does_not_cost_those_before_it_their_digits(T, height):
+    torch.manual_seed(0)
+    q, k, v = torch.rand(2, T, 2, 8).bfloat16(), torch.rand(2, T, 2, 8).bfloat16(), torch.randn(2, T, 2, 8).bfloat16()
+    v[:, -1] = height
+    W, z = torch.zeros(2, 2, 8, 8), torch.zeros(2, 2, 8)
+    y = family.run(Problem(RULES["sum"], q, k, v, {}, W, z), recurrence_in_16_bits)[0]
+    exact = [x.double() for x in (q, k, v)]
+    want, _ = fw.fast_weight_memory(*exact, rule="sum", normalization="attention", backend="reference")
+    assert (y[:, :-1].double() - want[:, :-1]).norm() < 1e-2 * want[:, :-1].norm()

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fastweights.ops import chunked, family, reference
-from fastweights.ops.backends.triton import BACKEND, configs
+from fastweights.ops.backends.triton import BACKEND, configs, self_check
 from fastweights.ops.backends.triton.configs import HALF, Config, configuration, group_length
+from fastweights.ops.backends.triton.kinds import Kind
 from fastweights.ops.backends.triton.ops import recurrence, walk
 from fastweights.ops.features import PLAIN
 from fastweights.ops.memory import fast_weight_memory
@@ -274,3 +275,50 @@ def test_compiles_without_graph_breaks():
     torch.testing.assert_close(*outputs)
     for ours, theirs in zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in outputs), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@inside
+@pytest.mark.parametrize("T", [1, 5])
+def test_heads_before_tokens(T):
+    """Of one token torch lets the stride be anything: kernels must step from batch to batch by another."""
+    B, H, D = 3, 2, 8
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(B, H, T, D, dtype=torch.float64).transpose(1, 2).requires_grad_() for _ in range(3))
+    beta = torch.rand(B, H, T, dtype=torch.float64).transpose(1, 2).requires_grad_()
+    weights = torch.randn(B, H, T, D, dtype=torch.float64)
+
+    def everything(backend):
+        y, state = fast_weight_memory(q, k, v, beta=beta, backend=backend)
+        loss = (y.transpose(1, 2) * weights).sum() + state.W.square().sum()
+        return [y, state.W, *torch.autograd.grad(loss, (q, k, v, beta))]
+
+    for ours, want in zip(everything("triton"), everything("reference"), strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-9, atol=1e-10)
+
+
+@inside
+def test_bounds_that_are_no_block_of_memory():
+    bounds = torch.tensor([[0, 7], [5, 7], [20, 7]], dtype=torch.int32)[:, 0]
+    q, k, v = torch.randn(3, 1, 20, 1, 8, dtype=torch.float64)
+    ours, want = (
+        fast_weight_memory(q, k, v, rule="sum", cu_seqlens=bounds, backend=b) for b in ("triton", "reference")
+    )
+    torch.testing.assert_close(ours[0], want[0])
+    torch.testing.assert_close(ours[1].W, want[1].W)
+
+
+@inside
+def test_checked_for_the_first_time_in_inference_mode():
+    kind = Kind(torch.float32, 8, 8, False, True, False, True, True, configuration(8, 8, torch.float32, 99, 99))
+    with torch.inference_mode():
+        verdict = self_check.check(kind, 1, torch.device("cpu"))
+    assert verdict.errors and verdict.reason(kind) is None, verdict
+
+
+def test_groups_only_where_a_sequence_is_cut_into_them():
+    rows = [
+        (walks, T, configuration(64, 64, torch.bfloat16, walks, T)) for walks in (1, 29, 32) for T in (2048, 2100, 9000)
+    ]
+    for walks, T, row in rows:
+        assert (row.groups > 0) is (group_length(T, None, row) > 0), (walks, T)
+    assert any(row.groups for *_, row in rows) and not all(row.groups for *_, row in rows)

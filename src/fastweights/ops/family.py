@@ -69,17 +69,24 @@ def run(problem: Problem, recurrence: Recurrence) -> tuple[Tensor, Tensor, Tenso
     return safe_divide(y, total).to(q.dtype), W, z
 
 
+# Values have something in common where their mean is at least so many times the root of their mean square. One that
+# stands out among `_MANY` or more does not make it so: values before it must not be rounded as it is.
+_COMMON, _MANY = 0.5, 16
+
+
 def _common(v: Tensor) -> Tensor | None:
-    """What 16-bit values (B, T, H, M) have in common, (B, 1, H, M): their mean; None for wider ones.
+    """What 16-bit values (B, T, H, M) have in common, (B, 1, H, M): their mean, or 0; None for few or wider ones.
 
     An additive memory of v - c, with c z^T added to it, is that of v, whatever c. The gradient of a query is the
     difference of W dy and z (dy·y), over z·q. Where values have a mean these are nearly the same, and of their 16 bits
     little is left; those of v - c are not.
     """
-    if v.element_size() > 2:
+    if v.element_size() > 2 or v.shape[1] < _MANY:
         return None
-    # What is no number at one token must not reach those before it.
-    return v.detach().mean(1, keepdim=True, dtype=torch.float32).nan_to_num(0, 0, 0)
+    wide = v.detach().float()
+    mean, square = wide.mean(1, keepdim=True), wide.square().mean(1, keepdim=True)
+    # Also where either is no number: it must not reach tokens before the one that has none.
+    return mean.where(mean.square() >= _COMMON**2 * square, 0.0).nan_to_num(0, 0, 0)
 
 
 def _outer(z: Tensor, c: Tensor) -> Tensor:

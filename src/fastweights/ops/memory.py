@@ -83,6 +83,8 @@ def fast_weight_memory(
     _check_tokens("mask", mask, q, "True for tokens that count")
     _check_tokens("starts", starts, q, "True where a new text begins")
     _check_packing(q, cu_seqlens)
+    # Kernels read it as a block of memory.
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     D = features.size(q.shape[3])
     W, z = _initial_state(q, D, v, state, normalization == "attention", cu_seqlens)
     problem = Problem(rule, q, k, v, gates, W, z, cu_seqlens, mask, starts, features, in_place)

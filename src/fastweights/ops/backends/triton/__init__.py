@@ -109,9 +109,10 @@ _decided: dict[tuple[Any, ...], str | None] = {}
 def _unproven(problem: Problem) -> str | None:
     """Which of the kernels that the problem needs failed their self-check."""
     q, (N, H, D, M), features = problem.q, problem.W.shape, problem.features
-    packed, walks, long = problem.cu_seqlens is not None, min(N * H, FEW + 1), min(q.shape[1], LONG)
-    one = takes_step(problem)
-    form = (problem.z is None, problem.starts is None, packed, walks, long == LONG, features, one)
+    packed, walks, one = problem.cu_seqlens is not None, min(N * H, FEW + 1), takes_step(problem)
+    # Only where there are few long walks does anything depend on how long they are.
+    long = q.shape[1] if walks <= FEW and q.shape[1] >= LONG else 0
+    form = (problem.z is None, problem.starts is None, packed, walks, long, features, one)
     key = (problem.rule.coefficients, q.dtype, q.device, H, D, M, *form)
     if key not in _decided:
         kinds: list[AnyKind] = []
@@ -135,7 +136,7 @@ def run(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
 
 BACKEND = Backend(
     name="triton",
-    description="fused GPU kernels, states on chip: rules of the family, CUDA 8.0 and up, O(T/C) states kept",
+    description="fused GPU kernels, states on chip: rules of the family, CUDA 8.0 and up, O(T/C) states and T errors kept",
     run=run,
     refuses=refuses,
     unavailable=unavailable,

@@ -60,7 +60,8 @@ def take_step(
 ):
     splits: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     program = tl.program_id(0)
-    head = (program // splits) % H
+    # Heads may lie far apart: where there is one token, any layout is taken as it comes.
+    head = ((program // splits) % H).to(tl.int64)
     n = (program // (splits * H)).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     m = (program % splits) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -112,7 +112,8 @@ def _capturing() -> bool:
 def check(kind: AnyKind, heads: int, device: torch.device) -> Verdict:
     """Run the kernels on a small problem and compare."""
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        # Tensors made in inference mode cannot be used for gradients, and the reference runs in a thread outside of it.
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
             compare = _compare_step if isinstance(kind, StepKind) else _compare
             return Verdict(compare(kind, heads, device))  # type: ignore[arg-type]
     except torch.OutOfMemoryError:

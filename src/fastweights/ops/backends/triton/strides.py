@@ -17,13 +17,20 @@ def even(gates: Gates, axis: int = 1) -> tuple[Gates, tuple[int, int]]:
         a, e, w = (None if gate is None else gate.contiguous() for gate in gates)
         H, T = there[0].shape[2], there[0].shape[1]
         return (a, e, w), (H if axis == 1 else H * T, 1)
-    return gates, (strides[axis], strides[2])
+    return gates, (_token_stride(there[0]) if axis == 1 else strides[0], strides[2])
 
 
 def _in_line(x: Tensor) -> bool:
-    """Whether tokens (B, T, H, ...) follow one another from batch to batch, by strides that fit 32 bits."""
-    batch, token, head, *_ = x.stride()
-    return (x.shape[0] == 1 or batch == x.shape[1] * token) and 0 <= token < 2**24 and 0 <= head < 2**31
+    """Whether tokens (B, T, H, ...) follow one another from batch to batch, and all heads lie within 32 bits."""
+    batch, token, head = x.stride(0), _token_stride(x), x.stride(2)
+    follow = x.shape[0] == 1 or batch == x.shape[1] * token
+    return follow and 0 <= token < 2**24 and head >= 0 and head * x.shape[2] < 2**31
+
+
+def _token_stride(x: Tensor) -> int:
+    """From a token (B, T, H, ...) to the next, which is in the next batch where each has one: torch lets a dimension of
+    size 1 have any stride."""
+    return x.stride(0 if x.shape[1] == 1 else 1)
 
 
 def addressable(x: Tensor) -> Tensor:
@@ -36,7 +43,8 @@ _UNIT = 8
 
 
 def strides_of(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride for x in tensors for stride in x.stride()[1:3])
+    """Of each of the tensors (B, T, H, ·), from token to token and from head to head."""
+    return tuple(stride for x in tensors for stride in (_token_stride(x), x.stride(2)))
 
 
 def in_units(steps: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:

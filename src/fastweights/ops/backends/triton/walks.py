@@ -39,6 +39,7 @@ def forward(
     with torch.cuda.device_of(q):
         (B, T, H, R), shape = q.shape, v.shape
         D = features.size(R)
+        assert config.prepared, "the first walk forms no inverses that others could use"
         bounds = _bounds(B, T, length, q.device)
         q, k, v, gates = _in_a_row(q), _in_a_row(k), _in_a_row(v), _gates_in_a_row(gates)
         groups = bounds.numel() - 1
@@ -171,6 +172,6 @@ def _scan(B: int, transitions: Tensor, changes: Tensor, initial: Tensor | None, 
 
     depends_on = (changes.device.index, changes.dtype, H, D, M, back)
     programs = B * H * -(-M // block)
-    start = Start(scan_groups, depends_on, programs, (), constants, paced(4, 3), changes.device)
+    start = Start(scan_groups, depends_on, programs, (), constants, paced(4, 3 if D <= 64 else 2), changes.device)
     start((transitions, changes, begin, states), groups // B, int(initial is not None))
     return states
