@@ -136,7 +136,7 @@ def run(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
 
 BACKEND = Backend(
     name="triton",
-    description="fused GPU kernels, states on chip: rules of the family, CUDA 8.0 and up, O(T/C) states and T errors kept",
+    description="fused GPU kernels, states on chip: rules of the family, CUDA 8.0 and up, states and errors kept",
     run=run,
     refuses=refuses,
     unavailable=unavailable,

@@ -10,10 +10,9 @@ from torch import Tensor
 from fastweights.ops.features import PLAIN, Features
 
 # How products are formed: from 16-bit operands (those of the data, float16 in the inverse), from float32 rounded to
-# TF32, from three TF32 products (21 bits), in plain float32, or from six bfloat16 products (24 bits). A configuration
-# holds the index into this tuple.
-PRECISIONS = ("16-bit", "tf32", "tf32x3", "ieee", "bf16x6")
-HALF, TF32, TF32X3, IEEE, BF16X6 = range(5)
+# TF32, from three TF32 products (21 bits), or in plain float32. A configuration holds the index into this tuple.
+PRECISIONS = ("16-bit", "tf32", "tf32x3", "ieee")
+HALF, TF32, TF32X3, IEEE = range(4)
 
 LARGEST_D, LARGEST_M = 512, 256
 
@@ -27,8 +26,7 @@ class Config(NamedTuple):
     run ahead in a walk. `precision` and `solve` are how products and how the triangular inverse are formed. Long
     sequences are cut into `groups` that walk side by side, where that is not 0. With `gather`
     DPFP loads the factors of every feature, else it takes them from a tile by products. With `careful` what is
-    written, and the inverse, enter 16-bit products in two parts. `registers`, where that is not 0, is how many a thread
-    of the launches over chunks may have: fewer of them, more programs side by side. With `twice` walks load a tile that
+    written, and the inverse, enter 16-bit products in two parts. With `twice` walks load a tile that
     they need both ways twice instead of turning it on chip: one or two warps turn tiles by shuffles, and what is turned
     is not copied ahead. A program of the launch for the gradients takes `batch` chunks one after the other;
     `chunk_stages` is how far its loads run ahead, over chunks or over tiles of `features`.
@@ -50,7 +48,6 @@ class Config(NamedTuple):
     groups: int = 0
     gather: int = 0
     careful: int = 0
-    registers: int = 0
     twice: int = 0
     batch: int = 1
     chunk_stages: int = 1
@@ -82,8 +79,8 @@ def _split(
 
 
 # The largest D and M a row is for, smallest first. float16 takes TF32 products: its range is too short for a state.
-# Rows for 16, 32, 64 and 128 of each, and 32 x 16, were measured on an H200 with the delta rule in bfloat16, those up to
-# 32 in float32 too. Eight warps at chunk 64 are miscompiled (Triton 3.6): no row may have them.
+# Rows for 16, 32, 64 and 128 of each, and 32 x 16, were measured on an H200 with the delta rule in bfloat16, those up
+# to 32 in float32 too. Eight warps at chunk 64 are miscompiled (Triton 3.6): no row may have them.
 TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.bfloat16: {
         (16, 16): _fused(32, 16, HALF, HALF, 1, 3),

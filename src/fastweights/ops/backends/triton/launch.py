@@ -122,7 +122,7 @@ class Plan:
             self.shapes[1][1][0] * self.H,
             (*self.strides[2:4], *self.gate_strides),
             {"BLOCK_D": min(config.features, power_of_two(self.D))},
-            paced(config.invert_warps, 1, config.registers),
+            paced(config.invert_warps, 1),
         )
         self.walks = {read: self._forward_walk(read) for read in (True, False)}
         self.backs: dict[Any, tuple[Start, Start]] = {}
@@ -211,7 +211,7 @@ class Plan:
         blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M), "UNIT": unit}
         blocks |= {"BATCH": config.batch, "TWICE": config.batch > 1 and _twice(config, unit)}
         programs = -(-self.shapes[1][0][0] // config.batch) * self.H
-        pace = paced(config.chunk_warps, config.chunk_stages, config.registers)
+        pace = paced(config.chunk_warps, config.chunk_stages)
         return walk, self._start(chunk_gradients, programs, strides, blocks, pace, *key)
 
     def compile(self, bounds: torch.dtype | None, groups: bool) -> list[Any]:

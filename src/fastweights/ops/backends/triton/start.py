@@ -81,9 +81,9 @@ class Start:
             self.found = (compiled.run, compiled.function, compiled.packed_metadata, (*self.strides, *values))
 
 
-def paced(warps: int, stages: int, registers: int = 0) -> dict[str, int]:
-    """The compiler's options for a launch; registers of a thread are not limited where that is 0."""
-    return {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
+def paced(warps: int, stages: int) -> dict[str, int]:
+    """The compiler's options for a launch."""
+    return {"num_warps": warps, "num_stages": stages}
 
 
 def kind_of(x: Tensor | None) -> tuple[torch.dtype, tuple[int, ...]] | None:
