@@ -229,19 +229,19 @@ class FAVOR(FeatureMap):
         if self.stabilize:
             return self.scaled(x)
         with torch.autocast(x.device.type, enabled=False):
-            wide, both = self._factors(x)
+            wide, exponent = self._exponent(x)
             shift = wide.square().sum(-1, keepdim=True) / 2 + math.log(2 * self.m) / 2
-            return (wide @ both.mT - shift).exp().to(x.dtype)
+            return (exponent - shift).exp().to(x.dtype)
 
     def scaled(self, x: Tensor) -> Tensor:
         """phi(x) over its largest entry. Where q and k both lie along a long row of R, phi(q)·phi(k) may overflow."""
         with torch.autocast(x.device.type, enabled=False):
-            wide, both = self._factors(x)
-            exponent = wide @ both.mT
+            exponent = self._exponent(x)[1]
             return (exponent - exponent.detach().amax(-1, keepdim=True)).exp().to(x.dtype)
 
-    def _factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x, and the rows of R and -R, in float32 at least."""
+    def _exponent(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x, scaled, and [R x; -R x], in float32 at least."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        rows = self.projection.to(wide.dtype)
-        return wide * self.d_key**-0.25 if self.scale else wide, torch.cat([rows, -rows])
+        wide = wide * self.d_key**-0.25 if self.scale else wide
+        product = wide @ self.projection.to(wide.dtype).mT
+        return wide, torch.cat([product, -product], -1)

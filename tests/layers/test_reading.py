@@ -81,6 +81,22 @@ def test_gradients(kind):
     assert torch.autograd.gradcheck(lambda x, sentence: layer(x, layer.remember(sentence)), (x, sentence))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("S", [3, 200])
+def test_training_and_evaluation_are_one_function(kind, S):
+    """Few keys are weighed in training and many remembered; in evaluation W and z are read."""
+    layer, x, sentence = make(kind), rows(2, 4).requires_grad_(), rows(2, S).requires_grad_()
+    if kind == "favor":
+        layer.feature_map.redraws = False
+    mask = torch.arange(S) < torch.tensor([[S], [2]])
+    found = []
+    for training in (False, True):
+        y = layer.train(training)(x, layer.remember(sentence, mask))
+        found.append((y, *torch.autograd.grad(y.square().sum(), (x, sentence))))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_the_memory_of_fast_weights_has_one_size():
     layer = make("dpfp")
     assert layer.remember(rows(1, 3)).nbytes == layer.remember(rows(1, 300)).nbytes

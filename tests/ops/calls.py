@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+import fastweights as fw
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.rules import RULES
@@ -113,3 +114,17 @@ def relative_error(ours, theirs):
         error = (a.double() - b.double()).norm() / b.double().norm().clamp(min=least)
         worst = max(worst, float("inf") if error.isnan() else error.item())
     return worst
+
+
+def linear_attention_errors(dtype, D, S, mean, device="cpu"):
+    """How far y and the gradients of q, k and v are from float64, where values have a mean and some are padding."""
+    q, k = (torch.rand(3, n, 8, D, device=device) for n in (33, S))
+    v = mean + torch.randn(3, S, 8, 64, device=device)
+    mask = torch.arange(S, device=device) < torch.tensor([[S], [S // 3], [1]], device=device)
+    exact = [x.to(dtype).double() for x in (q, k, v)]
+    found = []
+    for kind in (dtype, torch.float64):
+        inputs = [x.to(kind).requires_grad_() for x in exact]
+        y = fw.linear_attention(*inputs, mask)
+        found.append((y, *torch.autograd.grad(y.square().sum(), inputs)))
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True)]

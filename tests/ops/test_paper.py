@@ -90,12 +90,13 @@ def test_schlag2021_keeps_the_norm_at_most_one():
     torch.testing.assert_close(W.norm(dim=(-2, -1)), torch.ones(2, 2, dtype=W.dtype))
 
 
+@pytest.mark.parametrize("S", [2, 14])
 @pytest.mark.parametrize("phi", ["elu", "dpfp", "favor"])
-def test_linear_attention_is_quadratic_attention_with_phi(phi):
+def test_linear_attention_is_quadratic_attention_with_phi(phi, S):
     phi = fw.feature_map(phi, d_key=6).double().eval()
-    q, k = phi(torch.randn(2, 9, 3, 6, dtype=torch.float64)), phi(torch.randn(2, 14, 3, 6, dtype=torch.float64))
-    v = torch.randn(2, 14, 3, 5, dtype=torch.float64)
-    mask = torch.rand(2, 14) < 0.7
+    q, k = phi(torch.randn(2, 9, 3, 6, dtype=torch.float64)), phi(torch.randn(2, S, 3, 6, dtype=torch.float64))
+    v = torch.randn(2, S, 3, 5, dtype=torch.float64)
+    mask = torch.rand(2, S) < 0.7
     weights = torch.einsum("bihd,bjhd->bhij", q, k) * mask[:, None, None]
     # A sparse query may have nothing in common with any key left: 0 / 0 for the quadratic form, 0 for ours.
     expected = torch.einsum("bhij,bjhm->bihm", (weights / weights.sum(-1, keepdim=True)).nan_to_num(0), v)
@@ -104,8 +105,9 @@ def test_linear_attention_is_quadratic_attention_with_phi(phi):
     torch.testing.assert_close(plain, torch.einsum("bhij,bjhm->bihm", weights, v))
 
 
-def test_linear_attention_reads_zero_where_every_key_is_padding():
-    q, k, v = (torch.rand(2, 4, 1, 3, requires_grad=True) for _ in range(3))
-    y = fw.linear_attention(q, k, v, torch.tensor([[False] * 4, [True] * 4]))
-    assert not y[0].any()
+@pytest.mark.parametrize("S", [1, 4])
+def test_linear_attention_reads_zero_where_every_key_is_padding(S):
+    q, k, v = (torch.rand(2, S, 1, 3, requires_grad=True) for _ in range(3))
+    y = fw.linear_attention(q, k, v, torch.tensor([[False] * S, [True] * S]))
+    assert not y[0].any() and y[1].all()
     assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), (q, k, v)))

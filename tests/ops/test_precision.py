@@ -7,7 +7,7 @@ import fastweights as fw
 from fastweights.ops import family
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
-from tests.ops.calls import NORMALIZATIONS, PAIRS, random_call
+from tests.ops.calls import NORMALIZATIONS, PAIRS, linear_attention_errors, random_call
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -115,3 +115,12 @@ def test_a_value_that_stands_out_does_not_cost_those_before_it_their_digits(T, h
     exact = [x.double() for x in (q, k, v)]
     want, _ = fw.fast_weight_memory(*exact, rule="sum", normalization="attention", backend="reference")
     assert (y[:, :-1].double() - want[:, :-1]).norm() < 1e-2 * want[:, :-1].norm()
+
+
+@pytest.mark.parametrize("S", [57, 500])
+@pytest.mark.parametrize("D", [64, 512])
+@pytest.mark.parametrize("mean", [0, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linear_attention_keeps_its_digits_where_values_have_a_mean(dtype, D, S, mean):
+    """With weights, and with a memory: off by no more than a few roundings of the result, in y and every gradient."""
+    assert all(error < 1e-2 for error in linear_attention_errors(dtype, D, S, mean))

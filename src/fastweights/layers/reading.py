@@ -9,6 +9,7 @@ An encoder reads the sentence that it remembers, a decoder reads that of the enc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from fastweights import feature_maps
 from fastweights.layers.checks import check_dropout, check_input, head_size
 from fastweights.layers.padding import check_state
 from fastweights.layers.softmax import KeyValueState
-from fastweights.ops.linear_attention import read_memory, write_memory
+from fastweights.ops.linear_attention import linear_attention, read_memory, write_memory
 from fastweights.ops.state import FastWeightState, State
 
 
@@ -97,8 +98,15 @@ class SoftmaxReading(Reading):
         return y.transpose(1, 2)
 
 
+@dataclass(eq=False)
+class MappedState(KeyValueState):
+    """phi(k) and v of every token, from which W and z follow: what the way back needs anyway."""
+
+
 class FastWeightReading(Reading):
     """Linear attention, Eq. 14 with the sums over a whole sequence: its memory is W and z, of one size for any length.
+
+    In training mode a memory is read once, and `linear_attention` finds the cheaper way: it is kept as phi(k) and v.
 
     Equivalent to, for each head,
 
@@ -119,14 +127,18 @@ class FastWeightReading(Reading):
         super().__init__(d_model, n_heads, d_head)
         self.feature_map = feature_maps.feature_map(feature_map, self.d_head, **(feature_map_options or {}))
 
-    def _write(self, k: Tensor, v: Tensor, mask: Tensor | None) -> FastWeightState:
+    def _write(self, k: Tensor, v: Tensor, mask: Tensor | None) -> State:
         # Random features are drawn here and stay: a memory can only be read with those it was written with.
-        return write_memory(self._heads_first(self.feature_map, k).to(v.dtype), v, mask)
+        k = self._heads_first(self.feature_map, k).to(v.dtype)
+        return MappedState(k, v, mask=mask) if self.training else write_memory(k, v, mask)
 
     def _read(self, q: Tensor, memory: Any) -> Tensor:
-        if not isinstance(memory, FastWeightState):
-            raise TypeError(f"the memory must be a FastWeightState, got {type(memory).__name__}")
-        return read_memory(self._heads_first(self.feature_map.scaled, q).to(q.dtype), memory)
+        if not isinstance(memory, FastWeightState | MappedState):
+            raise TypeError(f"the memory must be a FastWeightState or a MappedState, got {type(memory).__name__}")
+        q = self._heads_first(self.feature_map.scaled, q).to(q.dtype)
+        if isinstance(memory, MappedState):
+            return linear_attention(q, memory.k, memory.v, memory.mask)
+        return read_memory(q, memory)
 
     @staticmethod
     def _heads_first(phi: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from fastweights.ops.normalization import safe_divide
 from fastweights.ops.state import FastWeightState
 from fastweights.ops.tables import look_up
 
+NORMALIZATIONS = {"attention": None, "None": None}
+
 
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, normalization: str | None = "attention"
@@ -17,8 +19,10 @@ def linear_attention(
 
     Equivalent to
 
-        weights = einsum("bihd, bjhd -> bhij", q, k)                  # never formed: O(T), not O(T²)
+        weights = einsum("bihd, bjhd -> bhij", q, k)
         y = einsum("bhij, bjhm -> bihm", weights / weights.sum(-1, keepdim=True), v)
+
+    in whichever order takes fewer products: (q k) v for few keys, q (k v), which is O(T), for many.
 
     Args:
         q: queries (B, T, H, D), already mapped by phi.
@@ -30,7 +34,43 @@ def linear_attention(
         y (B, T, H, M), 0 where no key is left or none has anything in common with the query.
     """
     _check(q, k, v, mask)
-    return read_memory(q, write_memory(k, v, mask, normalization=normalization))
+    look_up(NORMALIZATIONS, str(normalization), "normalization")
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        if mask is not None:
+            k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (k, v))
+        # Sums of products, not divided yet, may be more than float16 holds.
+        Q, K, V = (x.to(wide if dtype == torch.float16 else dtype).transpose(1, 2) for x in (q, k, v))
+        if normalization is None:
+            return _product(Q, K, V)[0].transpose(1, 2).to(dtype)
+        # The gradient of a query is the difference of W g and z (g·y), and 16 bits of each leave little of it where
+        # values are nearly the same. As weights sum to 1, what is left out is added again to y, and no gradient goes
+        # through it.
+        rest, common = _without_mean(V, None if mask is None else mask[:, None, :, None])
+        y, total = _product(Q, K, rest)
+        y = safe_divide(y.to(wide), total) + common * safe_divide(total.detach(), total.detach())
+        return y.transpose(1, 2).to(dtype)
+
+
+def _without_mean(V: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """V (B, H, S, M) without most of what its rows have in common, and that (B, H, 1, M), in float32 at least."""
+    exact = V.detach().to(torch.promote_types(V.dtype, torch.float32))
+    count = V.shape[2] if mask is None else mask.sum(2, keepdim=True).clamp(min=1)
+    rest = (V - exact.sum(2, keepdim=True) / count).to(V.dtype)
+    if mask is not None:
+        rest = rest.masked_fill(~mask, 0)
+    # Numbers of 16 bits less one number are all rounded the same way: what was taken from them is measured.
+    return rest, (exact - rest.detach()).sum(2, keepdim=True) / count
+
+
+def _product(Q: Tensor, K: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    """Q K^T V (B, H, T, M), and the sums of the rows of Q K^T (B, H, T, 1), these in float32 at least."""
+    wide = torch.promote_types(Q.dtype, torch.float32)
+    (S, D), M = K.shape[-2:], V.shape[-1]
+    if S * (D + M) <= D * M:
+        weights = Q @ K.mT
+        return weights @ V, weights.sum(-1, keepdim=True, dtype=wide)
+    return Q @ (K.mT @ V), Q.to(wide) @ K.sum(-2, dtype=wide).unsqueeze(-1)
 
 
 def write_memory(
@@ -46,7 +86,7 @@ def write_memory(
     values have much in common, and 16 bits of each leave nothing of it. A sentence is written once; `read_memory` then
     costs the same however long it was.
     """
-    look_up({"attention": None, "None": None}, str(normalization), "normalization")
+    look_up(NORMALIZATIONS, str(normalization), "normalization")
     with torch.autocast(k.device.type, enabled=False):
         if mask is not None:
             k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (k, v))
