@@ -100,6 +100,19 @@ def test_lm_ways_learn_the_same(monkeypatch):
     assert len(set(found["losses"]["plain"])) == 3
 
 
+def test_stock_parts_learn_too(monkeypatch):
+    """PyTorch's softmax over the same words: about log V at first, then less. It is not compared with ours."""
+    corpus = lm.random_corpus("tiny")
+    monkeypatch.setitem(lm.WAYS, "stock", lm.WAYS["stock"]._replace(settings={"precision": "32-true"}))
+    make = lm.make
+    changes = {**SHORT, "segment": 32, "warmup": 0, "lr": 0.01}
+    monkeypatch.setattr(lm, "make", lambda *arguments, **more: make(*arguments, **{**changes, **more}))
+    losses = lm.first_losses(lm.make(corpus, "tiny", "transformer", "stock", "cpu"), 30)
+    assert losses[0] > 7 and losses[-1] < losses[0] - 1
+    row = lm.case(corpus, "tiny", "transformer", ["plain", "stock"], "cpu", 1, 2)
+    assert "agreement" not in row and row["stock"]["words_per_s"] > 0
+
+
 def test_lm_refuses_unknown_names():
     result = CliRunner().invoke(app, ["bench", "lm", "--models", "detla", "--device", "cpu"])
     assert result.exit_code == 2 and "unknown model 'detla'" in result.output

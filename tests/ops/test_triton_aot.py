@@ -42,10 +42,10 @@ GROUPED = [
 
 MAPPED = [
     pytest.param(dtype, d, Features.named(name, nu, True, True), id=f"{str(dtype)[6:]}-{d}-{name}-{nu}")
-    for dtype in (torch.bfloat16, torch.float32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
     for d, name, nu in ((16, "elu", 0), (32, "elu", 0), (16, "dpfp", 1), (16, "dpfp", 3), (32, "dpfp", 3))
     # Half a minute of compiling: float32 has its products in three.
-    if (dtype, d) != (torch.float32, 32)
+    if (dtype, d, nu) != (torch.float32, 32, 3)
 ]
 
 
@@ -135,15 +135,13 @@ def test_compiles_for_hopper(monkeypatch, dtype, D, M, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "D", "M", "config"), [row for row in ROWS if row.id == "bfloat16-512x256"])
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED)
 def test_compiles_for_ampere(monkeypatch, dtype, D, M, config):
     check(launches(monkeypatch, dtype, D, M, config, gated=False), 80)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "D", "M", "config"), [row for row in ROWS if row.id in ("bfloat16-32x16", "float32-32x32")]
-)
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS)
 def test_compiles_gated_and_packed(monkeypatch, dtype, D, M, config):
     check(launches(monkeypatch, dtype, D, M, config, gated=True), 90)
 
@@ -161,10 +159,11 @@ def test_the_most_features_fit_beside_the_most_values(monkeypatch, d, name, nu, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("dtype", "d", "features"), MAPPED)
-def test_compiles_with_feature_maps(monkeypatch, dtype, d, features):
+def test_compiles_with_feature_maps(monkeypatch, dtype, d, features, capability):
     config = configuration(features.size(d), d, dtype, 999, 256, features)
-    check(launches(monkeypatch, dtype, d, d, config, gated=False, features=features), 90)
+    check(launches(monkeypatch, dtype, d, d, config, gated=False, features=features), capability)
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 Each model is trained in two ways by the `Learner` that `fastweights train lm` uses: "plain", in float32, operation by
 operation, with the dense softmax; and "fast", in bfloat16 with float32 weights, compiled, each update a CUDA graph.
-Before anything is timed, their first losses are compared, from the same weights and without dropout.
+Before anything is timed, their first losses are compared, from the same weights and without dropout. "stock" is what
+PyTorch's own parts can do, compiled, for a baseline in the same run; its softmax is not tied, so its losses are others.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -47,19 +48,44 @@ MODELS: dict[str, dict[str, str]] = {
     "xl": {"mixer": "xl"},
 }
 DEFAULT_MODELS = ("transformer", "delta", "linear", "dpfp-delta", "performer-delta")
-Backends = dict[type[nn.Module], str]
-# Name -> settings of training, and the backends that are not chosen by the layers themselves. "torch" is plain without
-# any kernel of ours.
-WAYS: dict[str, tuple[dict[str, Any], Backends]] = {
-    "torch": (
+
+
+class StockSoftmax(nn.AdaptiveLogSoftmaxWithLoss):
+    """PyTorch's adaptive softmax, which cannot share its words with an embedding."""
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        """-log p(target) for hidden (B, T, d_model) and targets (B, T)."""
+        return -super().forward(hidden.flatten(0, 1), targets.flatten()).output.view_as(targets)
+
+
+def with_stock_softmax(model: LanguageModel) -> None:
+    """Give the model PyTorch's adaptive softmax, and an embedding beside it."""
+    config = model.config
+    model.softmax = StockSoftmax(config.d_model, config.vocab_size, list(config.cutoffs), div_value=1.0, head_bias=True)  # type: ignore[assignment]
+    model.embedding = nn.Embedding(config.vocab_size, config.d_model)
+    nn.init.normal_(model.embedding.weight, std=config.init_std)
+
+
+class Way(NamedTuple):
+    """A way of training: settings, backends that layers are not to choose by themselves, and what is changed else."""
+
+    settings: Mapping[str, Any]
+    backends: Mapping[type[nn.Module], str] = {}
+    change: Callable[[LanguageModel], None] | None = None
+
+
+# "torch" is plain without any kernel of ours, "stock" has none but the memory's.
+WAYS: dict[str, Way] = {
+    "torch": Way(
         {"precision": "32-true"},
         {AdaptiveSoftmax: "dense", FeedForward: "dense", FastWeightAttention: "chunked"},
     ),
-    "plain": ({"precision": "32-true"}, {AdaptiveSoftmax: "dense"}),
-    "bf16": ({"precision": "bf16-mixed"}, {}),
-    "graph": ({"precision": "bf16-mixed", "graph": True}, {}),
-    "compiled": ({"precision": "bf16-mixed", "compile": "default"}, {}),
-    "fast": ({"precision": "bf16-mixed", "compile": "default", "graph": True}, {}),
+    "plain": Way({"precision": "32-true"}, {AdaptiveSoftmax: "dense"}),
+    "bf16": Way({"precision": "bf16-mixed"}),
+    "graph": Way({"precision": "bf16-mixed", "graph": True}),
+    "compiled": Way({"precision": "bf16-mixed", "compile": "default"}),
+    "fast": Way({"precision": "bf16-mixed", "compile": "default", "graph": True}),
+    "stock": Way({"precision": "bf16-mixed", "compile": "default"}, {FeedForward: "dense"}, with_stock_softmax),
 }
 DEFAULT_WAYS = ("plain", "fast")
 # Words 1 to 13,000 fall off as 1 / rank, rarer ones as 1 / rank²: 93 % in the head of 20,000, 3.5, 2.8 and 0.2 % in the
@@ -88,25 +114,27 @@ def random_corpus(size: str) -> Corpus:
 
 def make(corpus: Corpus, size: str, model: str, way: str, device: str, **changes: Any) -> Learner:
     """The model of that name in that way of training, ready for its first update."""
-    settings, backends = look_up(WAYS, way, "way of training")
+    trained = look_up(WAYS, way, "way of training")
     choice: dict[str, Any] = look_up(MODELS, model, "model")
     usual: dict[str, Any] = {"steps": 10_000, "accelerator": device, "seed": SEED}
-    task, config = assemble(corpus, preset=size, **{**choice, **usual, **settings, **changes})
-    _build_with(task, backends)
+    task, config = assemble(corpus, preset=size, **{**choice, **usual, **trained.settings, **changes})
+    _build_as(task, trained)
     return Learner(launch(task, config), task, config)
 
 
-def _build_with(task: LanguageTask, backends: Backends) -> None:
+def _build_as(task: LanguageTask, way: Way) -> None:
     build = task.build
 
-    def with_backends() -> LanguageModel:
+    def changed() -> LanguageModel:
         model = build()
         for module in model.modules():
-            if type(module) in backends:
-                module.backend = backends[type(module)]  # type: ignore[assignment]
+            if type(module) in way.backends:
+                module.backend = way.backends[type(module)]  # type: ignore[assignment]
+        if way.change is not None:
+            way.change(model)
         return model
 
-    task.build = with_backends  # type: ignore[method-assign]
+    task.build = changed  # type: ignore[method-assign]
 
 
 def first_losses(learner: Learner, count: int) -> list[float]:
@@ -190,8 +218,9 @@ def case(
 ) -> dict[str, Any]:
     """One model: agreement first, then the speed of each way."""
     row: dict[str, Any] = {"size": size, "model": model, "data": corpus.manifest["name"]}
-    if compared and len(ways) > 1:
-        row["agreement"] = _attempt(agreement, corpus, size, model, ways, device, compared)
+    same = [way for way in ways if WAYS[way].change is None]
+    if compared and len(same) > 1:
+        row["agreement"] = _attempt(agreement, corpus, size, model, same, device, compared)
     for way in ways:
         tidy(device)
         row[way] = _attempt(lambda way=way: measure(make(corpus, size, model, way, device), steps))
