@@ -113,6 +113,22 @@ def test_stock_parts_learn_too(monkeypatch):
     assert "agreement" not in row and row["stock"]["words_per_s"] > 0
 
 
+def test_a_stream_of_fast_weights_has_one_size_and_a_transformer_grows(tmp_path):
+    out = tmp_path / "stream.json"
+    options = ["--size", "tiny", "--models", "delta,transformer", "--device", "cpu", "--pasts", "100,3"]
+    result = CliRunner().invoke(app, ["bench", "stream", "--out", str(out), *options])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["model"], row["past"]) for row in rows] == [(m, n) for m in ("delta", "transformer") for n in (3, 100)]
+    held = {(row["model"], row["past"]): row["state_bytes"] for row in rows}
+    assert held["delta", 3] == held["delta", 100] and held["transformer", 3] < held["transformer", 100]
+    assert all(row["ms"] > 0 for row in rows)
+    refused = CliRunner().invoke(app, ["bench", "stream", "--pasts", "3,40", "--device", "cpu"])
+    assert refused.exit_code == 2 and "more than 51 apart" in refused.output
+    refused = CliRunner().invoke(app, ["bench", "stream", "--models", "detla", "--device", "cpu"])
+    assert refused.exit_code == 2 and "unknown model 'detla'" in refused.output
+
+
 def test_lm_refuses_unknown_names():
     result = CliRunner().invoke(app, ["bench", "lm", "--models", "detla", "--device", "cpu"])
     assert result.exit_code == 2 and "unknown model 'detla'" in result.output

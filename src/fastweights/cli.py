@@ -107,7 +107,10 @@ def lm(
         str, typer.Option(help="Of transformer, linear, delta, performer, performer-delta, dpfp, dpfp-delta and xl.")
     ] = "transformer,delta,linear,dpfp-delta,performer-delta",
     ways: Annotated[
-        str, typer.Option(help="Of torch, plain, bf16, graph, compiled and fast; others are compared with the first.")
+        str,
+        typer.Option(
+            help="Of torch, plain, bf16, graph, compiled, fast and stock; others are compared with the first."
+        ),
     ] = "plain,fast",
     corpus: Annotated[
         Path | None, typer.Option(help="A prepared corpus.", show_default="random words, as frequent as in text")
@@ -149,6 +152,23 @@ def lm_agreement(
         right = run(out, size, model, ways.split(","), corpus, device, losses, steps, changes)
     if not right:
         raise typer.Exit(1)
+
+
+@bench.command()
+def stream(
+    out: Annotated[Path | None, typer.Option(help="Write the measurements to this JSON file.")] = None,
+    size: Annotated[str, typer.Option(help="small, medium or tiny.")] = "small",
+    models: Annotated[str, typer.Option(help="Mixers of train lm that stream.")] = "delta,linear,dpfp,transformer",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    pasts: Annotated[str, typer.Option(help="Tokens read before the timed ones.")] = "256,4096,65536",
+) -> None:
+    """Reading word by word: the time of one more, after short and long pasts, and the memory that is held."""
+    from fastweights.benchmarks.stream import run
+    from fastweights.commands.device import pick_device
+    from fastweights.commands.training_options import input_errors
+
+    with input_errors(ValueError, OSError):
+        run(out, size, models.split(","), pick_device(device), [int(past) for past in pasts.split(",")])
 
 
 @bench.command()

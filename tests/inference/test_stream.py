@@ -166,3 +166,8 @@ def test_what_is_no_text_is_refused(reader):
     if isinstance(reading, Stream):
         with pytest.raises(ValueError, match="feed a token first"):
             _ = reading.log_probs
+
+
+def test_only_a_gpu_records():
+    with pytest.raises(ValueError, match="graph = True needs fast weights on a GPU, got mixer 'fast_weight' on cpu"):
+        Stream(random_model(), graph=True)

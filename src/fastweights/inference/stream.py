@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastweights.files import write_atomically
+from fastweights.inference.recorded import RecordedStep
 from fastweights.layers.mixers import MIXERS
 from fastweights.models.language_model import LanguageModel, LanguageModelState
 
@@ -47,9 +48,12 @@ class Stream:
 
     Fast weights hold a state of one size however long the text, Transformer-XL one of at most `mem_len` inputs a layer,
     a Transformer without positions one that grows with every token. The model is put into evaluation mode.
+
+    With `graph` tokens that come one by one, the first of all apart, are read by a CUDA graph: for fast weights on a
+    GPU. A fork records its own.
     """
 
-    def __init__(self, model: LanguageModel, state: LanguageModelState | None = None) -> None:
+    def __init__(self, model: LanguageModel, state: LanguageModelState | None = None, *, graph: bool = False) -> None:
         config = model.config
         if config.positions == "sinusoid" and config.position_direction == "backward":
             raise ValueError(
@@ -57,21 +61,37 @@ class Stream:
                 "that was read before: it cannot stream. SlidingWindow reads the last tokens again for each new one; a "
                 "model trained with positions 'none' streams"
             )
+        device = model.softmax.weight.device
+        if graph and not (device.type == "cuda" and config.mixer == "fast_weight"):
+            raise ValueError(f"graph = True needs fast weights on a GPU, got mixer {config.mixer!r} on {device}")
         self.model = model.eval()
         self._state = state
         self._hidden: Tensor | None = None
+        self._graph = graph
+        self._recorded: RecordedStep | None = None
         # Within a segment Transformer-XL looks further back than its memory; one token at a time it never does.
         self._piece = 1 if config.mixer == "relative" else _PIECE
 
     @torch.no_grad()
     def feed(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Read tokens (T,) with T at least 1; gives `log_probs`."""
-        device = self.model.softmax.weight.device
-        for piece in _row(tokens).to(device).split(self._piece):
+        row = _row(tokens)
+        if self._graph and self._state is not None and len(row) == 1:
+            return self._replay(row, self._state)
+        for piece in row.to(self.model.softmax.weight.device).split(self._piece):
             hidden, self._state = self.model(piece.unsqueeze(0), self._state)
             # A copy: a view would keep the vectors of the whole piece.
             self._hidden = hidden[0, -1].clone()
         return self.log_probs
+
+    def _replay(self, token: Tensor, state: LanguageModelState) -> Tensor:
+        if self._recorded is None:
+            self._recorded = RecordedStep(self.model, state)
+        elif state is not self._recorded.state:
+            self._recorded.set(state)
+        self._state = self._recorded.state
+        self._hidden, log_probs = self._recorded(token)
+        return log_probs
 
     @property
     @torch.no_grad()
@@ -93,7 +113,7 @@ class Stream:
 
     def fork(self) -> Stream:
         """A second stream with the same past; neither sees what the other is fed from here on."""
-        other = Stream(self.model, None if self._state is None else self._state.clone())
+        other = Stream(self.model, None if self._state is None else self._state.clone(), graph=self._graph)
         other._hidden = self._hidden
         return other
 
@@ -170,12 +190,16 @@ class SlidingWindow:
 def open_reader(model: LanguageModel, length: int, carried: bool = False) -> Stream | SlidingWindow:
     """A `Stream` where the model can and was trained to look back for ever, or else a `SlidingWindow` of `length`.
 
+    A stream of fast weights on a GPU is recorded.
+
     Absolute positions beyond those of training, and more keys than a Transformer ever had before it, are out of what a
     model knows; fast weights without positions have no such limit, though limited context never taught them to use it.
     """
     config = model.config
     endless = config.mixer != "softmax" and (carried or config.positions == "none")
-    return Stream(model) if endless else SlidingWindow(model, length)
+    if not endless:
+        return SlidingWindow(model, length)
+    return Stream(model, graph=config.mixer == "fast_weight" and model.softmax.weight.is_cuda)
 
 
 def _row(tokens: Sequence[int] | Tensor) -> Tensor:

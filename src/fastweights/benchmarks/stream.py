@@ -1,0 +1,77 @@
+"""`fastweights bench stream`: the time of one more token after a short and after a long past, and what is held of it.
+
+Untrained models of the paper's sizes, without positions, read random words one by one. A Transformer keeps every key
+and value; fast weights keep W, and on a GPU their step is also measured as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fastweights.benchmarks.record import write_record
+from fastweights.inference.stream import Stream
+from fastweights.models.language_model import LanguageModel
+from fastweights.models.presets import MIXER_CHOICES, PRESETS
+from fastweights.ops.tables import look_up
+
+MODELS = ("delta", "linear", "dpfp", "transformer")
+# Tokens timed after each past; the median counts.
+TIMED = 50
+SEED = 0
+
+
+def case(size: str, model: str, device: str, pasts: Sequence[int], graph: bool) -> list[dict[str, Any]]:
+    """ms for a token and bytes of the state after each past, shortest first."""
+    torch.manual_seed(SEED)
+    network = LanguageModel(PRESETS[size](mixer=model, positions="none")).to(device)
+    stream, rows = Stream(network, graph=graph), []
+    words = torch.randint(network.config.vocab_size, (max(pasts) + TIMED + 2,))
+    for past in pasts:
+        stream.feed(words[stream.position : past])
+        # The first is not like the others: kernels are compiled, the graph is recorded.
+        times = [_timed(stream, words[past + i : past + i + 1]) for i in range(TIMED + 1)][1:]
+        found = {"size": size, "model": model, "graph": graph, "past": past, "ms": 1e3 * statistics.median(times)}
+        rows.append({**found, "state_bytes": stream.nbytes})
+    return rows
+
+
+def _timed(stream: Stream, token: torch.Tensor) -> float:
+    start = time.perf_counter()
+    # A word has to come out before the next can go in.
+    stream.feed(token).argmax().item()
+    return time.perf_counter() - start
+
+
+def run(out: Path | None, size: str, models: Sequence[str], device: str, pasts: Sequence[int]) -> list[dict[str, Any]]:
+    """Measure, print the table, and write the JSON file after every model."""
+    look_up(PRESETS, size, "size")
+    for model in models:
+        look_up(MIXER_CHOICES, model, "model")
+    pasts = sorted(pasts)
+    if pasts[0] < 1 or any(after - before <= TIMED + 1 for before, after in pairwise(pasts)):
+        raise ValueError(f"pasts are of 1 token at least and more than {TIMED + 1} apart, which are timed; got {pasts}")
+    console, start, rows = Console(), time.perf_counter(), []
+    for model in models:
+        recorded = device != "cpu" and MIXER_CHOICES[model].mixer == "fast_weight"
+        for graph in (False, True) if recorded else (False,):
+            console.print(f"{size} {model}{', recorded' if graph else ''}", style="dim")
+            rows += case(size, model, device, pasts, graph)
+            if out is not None:
+                write_record(out, "stream", device, SEED, start, rows)
+    table = Table("model", "", "tokens before", "ms a token", "state, bytes", title=f"{size}, one row")
+    for row in rows:
+        way = "CUDA graph" if row["graph"] else ""
+        table.add_row(row["model"], way, f"{row['past']:,}", f"{row['ms']:.3f}", f"{row['state_bytes']:,}")
+    console.print(table)
+    if out is not None:
+        console.print(f"written to {out}")
+    return rows
