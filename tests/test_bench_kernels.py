@@ -2,12 +2,17 @@
 
 import io
 import math
+import os
+import time
 
 import pytest
 import torch
+import triton
 from rich.console import Console
 
 from fastweights.benchmarks import kernel_checks, kernels
+from fastweights.benchmarks.first_call import first_calls
+from fastweights.benchmarks.kernel_rivals import Apart
 from fastweights.commands import info
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.backends.triton.configs import TABLE
@@ -69,3 +74,54 @@ def test_every_row_is_checked_with_every_rule():
                 if isinstance(kind, Kind) and kind[:3] == (dtype, D, M) and kind.config == config and not kind.packed
             }
             assert rules <= found
+
+
+_tuned = []
+
+
+@triton.jit
+def _kernel(x):
+    pass
+
+
+def _tune():
+    """As a library that tunes itself and keeps what it found; in a process apart."""
+    if not _tuned:
+        _tuned.append(triton.autotune([triton.Config({}), triton.Config({}, num_warps=2)], key=[])(_kernel))
+    kept, _tuned[0].cache[()] = len(_tuned[0].cache), _tuned[0].configs[0]
+    return {"kept": kept, "process": os.getpid(), "results": os.environ["FLA_CACHE_RESULTS"]}
+
+
+def _end():
+    os._exit(3)
+
+
+def _fail():
+    raise RuntimeError("an illegal memory access was encountered")
+
+
+def test_what_crashes_or_hangs_in_a_process_apart_is_recorded_and_the_next_runs():
+    apart = Apart()
+    try:
+        first, again = apart(_tune), apart(_tune)
+        assert first["process"] == again["process"] != os.getpid()
+        # Tuned for one size, it is tuned anew for the next, and nothing stays on disk.
+        assert first["kept"] == again["kept"] == 0
+        assert first["results"] == "0"
+        assert apart(_fail) == {"failure": "RuntimeError: an illegal memory access was encountered"}
+        assert "terminated abruptly" in apart(_end)["failure"]
+        apart.limit_s = 0.1
+        assert apart(time.sleep, 60) == {"failure": "TimeoutError"}
+        apart.limit_s = 60
+        assert apart(_tune)["process"] != first["process"]
+    finally:
+        apart.close()
+
+
+@without_gpu
+def test_first_calls_that_fail_say_why():
+    (row,) = first_calls({"tiny": (1, 4, 1, 8, 8)}, "bfloat16")
+    assert row["name"] == "tiny"
+    assert all(row[way]["failure"] for way in ("checked", "from disk", "unchecked"))
+    assert "checked failed: " in kernels._seconds(row)
+    assert kernels._seconds({"name": "x", "checked": {"first_s": 1.234}}) == "checked 1.23 s"
