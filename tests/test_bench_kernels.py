@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fastweights.benchmarks import kernel_checks, kernels
 from fastweights.benchmarks.first_call import first_calls
-from fastweights.benchmarks.kernel_rivals import Apart
+from fastweights.benchmarks.kernel_rivals import RIVALS, Apart, rivals
 from fastweights.commands import info
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.backends.triton.configs import TABLE
@@ -55,7 +55,7 @@ def test_the_table_shows_what_failed_and_what_did_not():
 
 def test_rivals_are_those_that_can_take_the_shape():
     def names(shape, dtype):
-        return [name for name, _ in kernels.rivals(shape, dtype, kernels.RIVALS)]
+        return [name for name, _ in rivals(shape, dtype, RIVALS)]
 
     assert names((1, 4, 1, 8, 4), "float32") == ["fastweights", "chunked", "chunked, compiled"]
     assert names((1, 4, 1, 8, 4), "bfloat16") == ["fastweights", "chunked", "chunked, compiled", "sdpa"]

@@ -19,6 +19,7 @@ from fastweights.benchmarks.gpu_timing import Forward, measure, short
 
 Shape = tuple[int, int, int, int, int]
 
+RIVALS = ("sdpa", "chunked", "fla")
 SEED = 0
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # A measurement in a process of its own may take so long, tuning included.
@@ -94,7 +95,7 @@ def _attention(shape: Shape, dtype: torch.dtype) -> tuple[Forward, Any]:
 def measure_rival(shape: Shape, dtype: str, name: str, budget_ms: float) -> dict[str, Any]:
     """The times of one of them, found by its name: what a process apart is asked for."""
     try:
-        return measure(dict(rivals(shape, dtype, (name.split()[0],)))[name], budget_ms)
+        return measure(dict(rivals(shape, dtype, RIVALS))[name], budget_ms)
     finally:
         torch.cuda.empty_cache()
 

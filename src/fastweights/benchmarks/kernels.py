@@ -41,7 +41,6 @@ QUICK = ("paper small", "2k, heads of 64")
 # Where first calls are timed from nothing.
 COLD = ("paper small", "paper medium", "2k, heads of 64")
 LIMITS = {"bfloat16": 1e-2, "float32": 1e-5}
-RIVALS = ("sdpa", "chunked", "fla")
 
 
 def check(shape: Shape, dtype: torch.dtype, backend: str) -> dict[str, float]:
