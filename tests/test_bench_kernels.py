@@ -1,16 +1,19 @@
 """`bench kernels` and `info --check` as far as a machine without a GPU can follow them."""
 
 import io
+import json
 import math
 import os
 import time
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 from rich.console import Console
 
-from fastweights.benchmarks import kernel_checks, kernels
+from fastweights.benchmarks import kernel_checks, kernels, record
 from fastweights.benchmarks.first_call import first_calls
 from fastweights.benchmarks.kernel_rivals import RIVALS, Apart, rivals
 from fastweights.commands import info
@@ -33,6 +36,30 @@ def test_it_says_why_there_is_nothing_to_measure(tmp_path, capsys):
 def test_no_kernels_to_check_is_no_failure(capsys):
     assert info.check()
     assert "no kernels to check" in capsys.readouterr().out
+
+
+@without_gpu
+def test_what_fails_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+    """Without a GPU every measurement fails, each for itself."""
+    monkeypatch.setattr(kernels, "BACKENDS", {"triton": SimpleNamespace(unavailable=lambda: None)})
+    monkeypatch.setattr(record, "hardware", lambda device: "a GPU")
+    monkeypatch.setattr(kernels, "bandwidth", lambda: 4e12)
+    monkeypatch.setattr(kernel_checks, "check_kinds", lambda kinds, workers: {})
+    first = {"part": "first call", "name": "paper small", "checked": {"first_s": 1.5}}
+    monkeypatch.setattr(kernels, "first_calls", lambda shapes, dtype: iter([first]))
+    out = tmp_path / "kernels.json"
+    assert not kernels.run(out, quick=False, which=("sdpa",))
+    rows = json.loads(out.read_text())["rows"]
+    parts = Counter(row["part"] for row in rows)
+    assert parts == {"machine": 1, "graph": 2, "first call": 1, "shape": 10, "features": 12, "layer": 4, "decode": 2}
+    for row in rows:
+        if row["part"] == "shape":
+            assert set(row["measured"]) == {"fastweights"} | ({"sdpa"} if row["dtype"] == "bfloat16" else set())
+            assert all(measured["failure"] for measured in row["measured"].values())
+        elif row["part"] not in ("machine", "first call"):
+            assert row["failure"]
+    assert "first call of paper small: checked 1.50 s" in (text := capsys.readouterr().out)
+    assert "WRONG: paper small" in text
 
 
 def test_floor_counts_every_byte_once():

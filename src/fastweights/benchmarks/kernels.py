@@ -152,11 +152,12 @@ def _forms(budget_ms: float, which: tuple[str, ...], apart: Apart) -> Iterator[d
                 row |= kernel_forms.layer(name, phi, nu, budget_ms)
             yield row
     for batch in kernel_forms.BATCHES:
-        measured = kernel_forms.decode(batch, budget_ms)
-        torch.cuda.empty_cache()
+        row = {"part": "decode", "batch": batch, "measured": {}}
+        with _noted(row):
+            row["measured"] |= kernel_forms.decode(batch, budget_ms)
         if "fla" in which and kernel_forms.has_fla():
-            measured["fla recurrent"] = apart(kernel_forms.decode_fla, batch, budget_ms)
-        yield {"part": "decode", "batch": batch, "measured": measured}
+            row["measured"]["fla recurrent"] = apart(kernel_forms.decode_fla, batch, budget_ms)
+        yield row
 
 
 @contextmanager
