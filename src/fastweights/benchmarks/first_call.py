@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, str]] = {"checked": {}, "unchecked": {ENVIRONMENT: "0"
 
 def first_calls(shapes: dict[str, Shape], dtype: str) -> Iterator[dict[str, Any]]:
     """For each shape the seconds of a forward and backward pass: with the self-check, without it, and once more."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         waiting = [
             (name, way, _start(shape, dtype, f"{folder}/{index}-{cache}", WAYS.get(way, {})))
             for index, (name, shape) in enumerate(shapes.items())

@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -107,12 +107,16 @@ class Apart:
         self.limit_s = limit_s
         self.pool: ProcessPoolExecutor | None = None
 
-    def __call__(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-        """What `function` gives there, or {"failure": why not}."""
+    def begin(self, function: Callable[..., dict[str, Any]] = dict, *arguments: Any) -> Future[dict[str, Any]]:
+        """Have it there some time; the first time that includes loading torch."""
         if self.pool is None:
             self.pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        return self.pool.submit(_tuned_anew, function, arguments)
+
+    def __call__(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+        """What `function` gives there, or {"failure": why not}."""
         try:
-            return self.pool.submit(_tuned_anew, function, arguments).result(self.limit_s)
+            return self.begin(function, *arguments).result(self.limit_s)
         except Exception as error:
             self.close()
             return {"failure": short(error)}

@@ -209,21 +209,21 @@ def run(out: Path | None, quick: bool, which: tuple[str, ...]) -> bool:
     bytes_per_s = bandwidth()
     rows: list[dict[str, Any]] = [{"part": "machine", "bandwidth_bytes_per_s": bytes_per_s, **_more_versions()}]
 
-    def add(row: dict[str, Any]) -> None:
-        rows.append(row)
+    def add(*more: dict[str, Any]) -> None:
+        rows.extend(more)
         if out is not None:
             write_record(out, "kernels", "cuda", SEED, start, rows)
 
-    for row in _checks(console, quick):
-        add(row)
-    if not quick:
-        for row in first_calls({name: SHAPES[name] for name in COLD}, "bfloat16"):
-            console.print(f"first call of {row['name']}: {_seconds(row)}")
-            add(row)
+    apart = Apart()
     cases = []
     budget_ms = 20 if quick else 60
-    apart = Apart()
     try:
+        if "fla" in which:
+            apart.begin()
+        add(*_checks(console, quick))
+        for row in () if quick else first_calls({name: SHAPES[name] for name in COLD}, "bfloat16"):
+            console.print(f"first call of {row['name']}: {_seconds(row)}")
+            add(row)
         for name, dtype in _cases(quick):
             console.print(f"measuring {name}, {dtype}", style="dim")
             cases.append(_case(name, dtype, which, budget_ms, bytes_per_s, apart))
