@@ -1,13 +1,21 @@
 """`bench kernels` and `info --check` as far as a machine without a GPU can follow them."""
 
 import io
+import json
 import math
+import os
+import time
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from rich.console import Console
 
-from fastweights.benchmarks import kernel_checks, kernels
+from fastweights.benchmarks import kernel_checks, kernels, record
+from fastweights.benchmarks.first_call import first_calls
+from fastweights.benchmarks.kernel_rivals import RIVALS, Apart, rivals
 from fastweights.commands import info
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.backends.triton.configs import TABLE
@@ -30,6 +38,30 @@ def test_no_kernels_to_check_is_no_failure(capsys):
     assert "no kernels to check" in capsys.readouterr().out
 
 
+@without_gpu
+def test_what_fails_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+    """Without a GPU every measurement fails, each for itself."""
+    monkeypatch.setattr(kernels, "BACKENDS", {"triton": SimpleNamespace(unavailable=lambda: None)})
+    monkeypatch.setattr(record, "hardware", lambda device: "a GPU")
+    monkeypatch.setattr(kernels, "bandwidth", lambda: 4e12)
+    monkeypatch.setattr(kernel_checks, "check_kinds", lambda kinds, workers: {})
+    first = {"part": "first call", "name": "paper small", "checked": {"first_s": 1.5}}
+    monkeypatch.setattr(kernels, "first_calls", lambda shapes, dtype: iter([first]))
+    out = tmp_path / "kernels.json"
+    assert not kernels.run(out, quick=False, which=("sdpa",))
+    rows = json.loads(out.read_text())["rows"]
+    parts = Counter(row["part"] for row in rows)
+    assert parts == {"machine": 1, "graph": 2, "first call": 1, "shape": 10, "features": 12, "layer": 4, "decode": 2}
+    for row in rows:
+        if row["part"] == "shape":
+            assert set(row["measured"]) == {"fastweights"} | ({"sdpa"} if row["dtype"] == "bfloat16" else set())
+            assert all(measured["failure"] for measured in row["measured"].values())
+        elif row["part"] not in ("machine", "first call"):
+            assert row["failure"]
+    assert "first call of paper small: checked 1.50 s" in (text := capsys.readouterr().out)
+    assert "WRONG: paper small" in text
+
+
 def test_floor_counts_every_byte_once():
     tokens = 96 * 256 * 8
     floor = kernels.floor_ms((96, 256, 8, 16, 16), torch.bfloat16, 1e12)
@@ -50,7 +82,7 @@ def test_the_table_shows_what_failed_and_what_did_not():
 
 def test_rivals_are_those_that_can_take_the_shape():
     def names(shape, dtype):
-        return [name for name, _ in kernels.rivals(shape, dtype, kernels.RIVALS)]
+        return [name for name, _ in rivals(shape, dtype, RIVALS)]
 
     assert names((1, 4, 1, 8, 4), "float32") == ["fastweights", "chunked", "chunked, compiled"]
     assert names((1, 4, 1, 8, 4), "bfloat16") == ["fastweights", "chunked", "chunked, compiled", "sdpa"]
@@ -69,3 +101,54 @@ def test_every_row_is_checked_with_every_rule():
                 if isinstance(kind, Kind) and kind[:3] == (dtype, D, M) and kind.config == config and not kind.packed
             }
             assert rules <= found
+
+
+_tuned = []
+
+
+@triton.jit
+def _kernel(x):
+    pass
+
+
+def _tune():
+    """As a library that tunes itself and keeps what it found; in a process apart."""
+    if not _tuned:
+        _tuned.append(triton.autotune([triton.Config({}), triton.Config({}, num_warps=2)], key=[])(_kernel))
+    kept, _tuned[0].cache[()] = len(_tuned[0].cache), _tuned[0].configs[0]
+    return {"kept": kept, "process": os.getpid(), "results": os.environ["FLA_CACHE_RESULTS"]}
+
+
+def _end():
+    os._exit(3)
+
+
+def _fail():
+    raise RuntimeError("an illegal memory access was encountered")
+
+
+def test_what_crashes_or_hangs_in_a_process_apart_is_recorded_and_the_next_runs():
+    apart = Apart()
+    try:
+        first, again = apart(_tune), apart(_tune)
+        assert first["process"] == again["process"] != os.getpid()
+        # Tuned for one size, it is tuned anew for the next, and nothing stays on disk.
+        assert first["kept"] == again["kept"] == 0
+        assert first["results"] == "0"
+        assert apart(_fail) == {"failure": "RuntimeError: an illegal memory access was encountered"}
+        assert "terminated abruptly" in apart(_end)["failure"]
+        apart.limit_s = 0.1
+        assert apart(time.sleep, 60) == {"failure": "TimeoutError"}
+        apart.limit_s = 60
+        assert apart(_tune)["process"] != first["process"]
+    finally:
+        apart.close()
+
+
+@without_gpu
+def test_first_calls_that_fail_say_why():
+    (row,) = first_calls({"tiny": (1, 4, 1, 8, 8)}, "bfloat16")
+    assert row["name"] == "tiny"
+    assert all(row[way]["failure"] for way in ("checked", "from disk", "unchecked"))
+    assert "checked failed: " in kernels._seconds(row)
+    assert kernels._seconds({"name": "x", "checked": {"first_s": 1.234}}) == "checked 1.23 s"

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fastweights.benchmarks import kernel_checks, kernel_forms
+from fastweights.ops.backends.triton import self_check
 from fastweights.ops.features import Features
 from tests.ops.calls import FAMILY, NORMALIZATIONS, gradients, random_call, relative_error
 
@@ -14,11 +15,14 @@ pytestmark = [
 
 BACKENDS = ["auto", "chunked"]
 LIMITS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+# What the kernels take.
+FUSED = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [  # B, T, H, D, M
     (2, 1, 1, 8, 8),
     (2, 7, 2, 16, 8),
     (1, 63, 2, 8, 16),
     (3, 100, 1, 32, 16),
+    (2, 130, 2, 32, 32),
     (1, 300, 2, 40, 33),
     (96, 256, 8, 16, 16),
 ]
@@ -67,11 +71,112 @@ def test_packed(rule, backend):
     assert relative_error(found, exact) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_same_inputs_same_bits(dtype):
-    call = on_gpu(random_call("delta", "attention", 4, 256, 4, 32, 16)).to(dtype)
+@pytest.mark.parametrize("dtype", FUSED, ids=str)
+@pytest.mark.parametrize(
+    ("rule", "normalization", "shape"),
+    [
+        ("delta", "attention", (4, 256, 4, 32, 16)),
+        ("gated_delta", None, (1, 2500, 2, 64, 64)),
+        ("sum", None, SHAPES[0]),
+    ],
+    ids=str,
+)
+def test_same_inputs_same_bits(rule, normalization, shape, dtype):
+    call = on_gpu(random_call(rule, normalization, *shape)).to(dtype)
     first, second = everything(call, "auto"), everything(call, "auto")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("dtype", FUSED, ids=str)
+@pytest.mark.parametrize("rule", ["delta", "gated"])
+def test_more_sequences_than_a_second_grid_dimension_holds(rule, dtype):
+    """In a batch, and the same ones packed."""
+    call = on_gpu(random_call(rule, None, 70_000, 3, 1, 8, 8)).to(dtype)
+    exact = everything(call.to(torch.float64), "reference")
+    assert relative_error(everything(call, "triton"), exact) < LIMITS[dtype]
+    tensors = [x.flatten(0, 1).unsqueeze(0) for x in (call.q, call.k, call.v, *call.gates.values())]
+    bounds = torch.arange(0, 210_001, 3, device="cuda")
+    y, W = call.with_inputs([*tensors, *call.state]).run("triton", cu_seqlens=bounds)
+    assert relative_error([y.view_as(call.v), W], exact[:2]) < LIMITS[dtype]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", FUSED, ids=str)
+@pytest.mark.parametrize("rule", ["delta", "gated"])
+def test_a_million_tokens(rule, dtype):
+    call = on_gpu(random_call(rule, None, 1, 1_000_000, 1, 16, 16)).to(dtype)
+    exact = everything(call.to(torch.float64), "chunked")
+    assert relative_error(everything(call, "triton"), exact) < LIMITS[dtype]
+
+
+def sliced(call):
+    """q, k and v of every head side by side, as one projection gives them, gates likewise."""
+    *tensors, W = call.inputs()
+    sizes = [x.shape[-1] if x.dim() == 4 else 1 for x in tensors]
+    whole = torch.cat([x if x.dim() == 4 else x.unsqueeze(-1) for x in tensors], -1)
+    parts = whole.split(sizes, -1)
+    return call.with_inputs([*(p if x.dim() == 4 else p.squeeze(-1) for p, x in zip(parts, tensors, strict=True)), W])
+
+
+def heads_first(call):
+    """Laid out as (B, H, T, .), the way attention likes it, also for a single token; the state by columns."""
+    *tensors, W = call.inputs()
+    moved = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2).copy_(x) for x in tensors]
+    return call.with_inputs([*moved, W.mT.contiguous().mT])
+
+
+def every_second(call):
+    """Every second token, head and feature of something larger."""
+    doubled = []
+    for x in call.inputs():
+        for dim in range(x.dim()):
+            x = x.repeat_interleave(2, dim)
+        doubled.append(x[tuple(slice(None, None, 2) for _ in x.shape)])
+    return call.with_inputs(doubled)
+
+
+@pytest.mark.parametrize("dtype", FUSED, ids=str)
+@pytest.mark.parametrize("T", [1, 100])
+@pytest.mark.parametrize("layout", [sliced, heads_first, every_second])
+@pytest.mark.parametrize("rule", FAMILY)
+def test_any_layout(rule, layout, T, dtype):
+    """With gradients and, where there is one token, also without: that goes another way."""
+    call = layout(on_gpu(random_call(rule, None, 3, T, 2, 16, 16)).to(dtype))
+    assert call.q.stride() != torch.empty(call.q.shape).stride()
+    exact = everything(call.to(torch.float64), "reference")
+    leaves = [x.detach().requires_grad_() for x in call.inputs()]
+    outputs = call.with_inputs(leaves).run("triton")
+    assert relative_error([*outputs, *gradients(outputs, leaves)], exact) < LIMITS[dtype]
+    assert relative_error(call.run("triton"), exact[:2]) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=str)
+def test_bounds_that_are_a_slice_of_something(kind):
+    call = random_call("delta", None, 1, 171, 2, 16, 16)
+    call.state = random_call("delta", None, 4, 1, 2, 16, 16, seed=3).state
+    call = on_gpu(call)
+    bounds = torch.tensor([0, 5, 70, 71, 171], device="cuda", dtype=kind)
+    exact = everything(call, "reference", cu_seqlens=bounds)
+    for given in (torch.stack([bounds, bounds + 1], 1)[:, 0], torch.cat([bounds[:1], bounds])[1:]):
+        assert relative_error(everything(call.to(torch.float32), "triton", cu_seqlens=given), exact) < 1e-5
+
+
+def test_the_first_check_in_inference_mode(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(self_check, "_reasons", {})
+    self_check._recorded.cache_clear()
+    try:
+        # A shape that no other test has, so that nobody knows a short way to it.
+        call = on_gpu(random_call("delta", None, 2, 41, 3, 24, 12)).to(torch.bfloat16)
+        exact = call.to(torch.float64).run("reference")
+        with torch.inference_mode():
+            found = call.run("triton")
+        assert relative_error(found, exact) < LIMITS[torch.bfloat16]
+        (verdict,) = self_check._recorded(call.q.device).values()
+        assert verdict.failure is None
+        assert self_check.path(call.q.device).exists()
+    finally:
+        self_check._recorded.cache_clear()
 
 
 @pytest.mark.slow
@@ -96,7 +201,7 @@ def test_cuda_graph():
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", FUSED, ids=str)
 @pytest.mark.parametrize("nu", [0, 1, 2, 3])
 @pytest.mark.parametrize("heads", kernel_forms.HEADS)
 def test_feature_maps_inside(heads, nu, dtype):
@@ -104,7 +209,7 @@ def test_feature_maps_inside(heads, nu, dtype):
     assert kernel_forms.fused_error(heads, dtype, features) < LIMITS[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", FUSED, ids=str)
 @pytest.mark.parametrize("size", [(8, 8), (32, 16), (192, 32), (512, 256)], ids=str)
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("rule", FAMILY)

@@ -14,7 +14,10 @@ Forward = Callable[[], Tensor]
 
 
 def measure(make: Callable[[], tuple[Forward, Any]], budget_ms: float) -> dict[str, Any]:
-    """Median ms of forward and forward + backward, eager and as a graph; first call in s; bytes beside the inputs."""
+    """Median ms of forward and forward + backward, eager and as a graph; bytes beside the inputs.
+
+    `first_call_s` is the first here, with whatever was compiled before; `first_call.py` starts from nothing.
+    """
     forward, leaves = make()
     start = time.perf_counter()
     dy = torch.randn_like(forward().detach())

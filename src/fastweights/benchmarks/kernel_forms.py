@@ -91,15 +91,28 @@ def layer(name: str, phi: str, nu: int, budget_ms: float) -> dict[str, Any]:
     return measure(lambda: (lambda: module(x)[0], [x, *module.parameters()]), budget_ms)
 
 
-def decode(batch: int, budget_ms: float, H: int = 8, d: int = 32) -> dict[str, dict[str, Any]]:
-    """One token through the memories of `LAYERS` layers: ours, fla's recurrent kernel, attention over a cache."""
-    dtype = torch.bfloat16
-    features = Features.named("elu", sum=True, logits=True)
-    q, k, v = (torch.randn(batch, 1, H, d, device="cuda", dtype=dtype) for _ in range(3))
-    beta = torch.randn(batch, 1, H, device="cuda", dtype=dtype)
-    states = [FastWeightState(torch.randn(batch, H, d, d, device="cuda")) for _ in range(LAYERS)]
+Step = Callable[[], object]
 
-    def ours(in_place: bool, given: Features) -> Callable[[], object]:
+
+def _token(batch: int, H: int, d: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[FastWeightState]]:
+    """q, k, v and the logit of beta of one token, and the memories of `LAYERS` layers."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    q, k, v = (normal(batch, 1, H, d).bfloat16() for _ in range(3))
+    # Keys of length 1, so that the memories that are written again and again stay bounded.
+    k = torch.nn.functional.normalize(k, dim=-1)
+    return q, k, v, normal(batch, 1, H).bfloat16(), [FastWeightState(normal(batch, H, d, d)) for _ in range(LAYERS)]
+
+
+def decode(batch: int, budget_ms: float, H: int = 8, d: int = 32) -> dict[str, dict[str, Any]]:
+    """One token through the memories of `LAYERS` layers, and through attention over a cache of each layer's own."""
+    features = Features.named("elu", sum=True, logits=True)
+    q, k, v, beta, states = _token(batch, H, d)
+
+    def ours(in_place: bool, given: Features) -> Step:
         def step() -> None:
             gate = beta if given.logits else opened
             for state in states:
@@ -108,21 +121,25 @@ def decode(batch: int, budget_ms: float, H: int = 8, d: int = 32) -> dict[str, d
         return step
 
     opened = beta.float().sigmoid()
-    steps: dict[str, Callable[[], object]] = {
-        "fastweights in place, from raw heads": ours(True, features),
-        "fastweights in place": ours(True, Features()),
-        "fastweights": ours(False, Features()),
-    }
-    keys, values = (torch.randn(batch, H, CACHED, d, device="cuda", dtype=dtype) for _ in range(2))
+    caches = [torch.randn(2, batch, H, CACHED, d, device="cuda", dtype=q.dtype) for _ in range(LAYERS)]
     query = q.transpose(1, 2)
 
     def attention() -> None:
-        for _ in range(LAYERS):
+        for keys, values in caches:
             torch.nn.functional.scaled_dot_product_attention(query, keys, values)
 
-    steps[f"attention over {CACHED} tokens"] = attention
-    if find_spec("fla") is not None:
-        steps["fla recurrent"] = _fla_step(q, k, v, opened.to(dtype), states)
+    return _times(
+        {
+            "fastweights in place, from raw heads": ours(True, features),
+            "fastweights in place": ours(True, Features()),
+            "fastweights": ours(False, Features()),
+            f"attention over {CACHED} tokens": attention,
+        },
+        budget_ms,
+    )
+
+
+def _times(steps: dict[str, Step], budget_ms: float) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, step in steps.items():
         try:
@@ -133,11 +150,21 @@ def decode(batch: int, budget_ms: float, H: int = 8, d: int = 32) -> dict[str, d
     return found
 
 
-def _fla_step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, states: list[FastWeightState]) -> Callable[[], object]:
-    def step() -> None:
-        from fla.ops.delta_rule import fused_recurrent_delta_rule
+def has_fla() -> bool:
+    """Whether there is fla to compare with."""
+    return find_spec("fla") is not None
 
+
+def decode_fla(batch: int, budget_ms: float, H: int = 8, d: int = 32) -> dict[str, Any]:
+    """The same token through as many of fla's recurrent kernels."""
+    from fla.ops.delta_rule import fused_recurrent_delta_rule
+
+    q, k, v, beta, states = _token(batch, H, d)
+    beta = beta.sigmoid()
+
+    def step() -> None:
         for state in states:
             fused_recurrent_delta_rule(q, k, v, beta, scale=1.0, initial_state=state.W, output_final_state=True)
 
-    return step
+    with torch.no_grad():
+        return eager_and_graph({"token": step}, budget_ms)

@@ -1,17 +1,17 @@
 """`fastweights bench kernels`: is the delta rule right on this GPU, and how fast is it next to its rivals?
 
 Everything is compared with float64 first: every configuration with every rule, then each shape. Then each rival is
-timed in the same run, eager and as a CUDA graph. A rival that fails is recorded as such.
+timed in the same run, eager and as a CUDA graph. A rival that fails is recorded as such; fla, which may take the GPU's
+context with it, runs in a process of its own while this one waits.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-import fastweights as fw
 from fastweights.benchmarks import kernel_checks, kernel_forms
-from fastweights.benchmarks.gpu_timing import Forward, bandwidth, measure, short
+from fastweights.benchmarks.first_call import first_calls
+from fastweights.benchmarks.gpu_timing import bandwidth, measure, short
+from fastweights.benchmarks.kernel_rivals import DTYPES, SEED, Apart, Shape, inputs, measure_rival, memory, rivals
 from fastweights.benchmarks.record import write_record
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.features import Features
-
-Shape = tuple[int, int, int, int, int]
 
 SHAPES: dict[str, Shape] = {  # B, T, H, D, M
     "paper small": (96, 256, 8, 16, 16),
@@ -39,25 +38,9 @@ SHAPES: dict[str, Shape] = {  # B, T, H, D, M
     "32k, heads of 128": (1, 32768, 16, 128, 128),
 }
 QUICK = ("paper small", "2k, heads of 64")
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# Where first calls are timed from nothing.
+COLD = ("paper small", "paper medium", "2k, heads of 64")
 LIMITS = {"bfloat16": 1e-2, "float32": 1e-5}
-RIVALS = ("sdpa", "chunked", "fla")
-SEED = 0
-
-
-def inputs(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, keys of length 1, v, and beta in float32."""
-    B, T, H, D, M = shape
-    generator = torch.Generator("cuda").manual_seed(SEED)
-    q, k, v = (torch.randn(B, T, H, n, device="cuda", generator=generator) for n in (D, D, M))
-    k = torch.nn.functional.normalize(k, dim=-1)
-    beta = torch.rand(B, T, H, device="cuda", generator=generator)
-    return q.to(dtype), k.to(dtype), v.to(dtype), beta
-
-
-def memory(backend: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """The library's own call."""
-    return fw.fast_weight_memory(q, k, v, beta=beta, backend=backend)[0]
 
 
 def check(shape: Shape, dtype: torch.dtype, backend: str) -> dict[str, float]:
@@ -77,51 +60,6 @@ def check(shape: Shape, dtype: torch.dtype, backend: str) -> dict[str, float]:
     return dict(zip(("y", "dq", "dk", "dv", "dbeta"), errors, strict=True))
 
 
-def rivals(shape: Shape, dtype: str, which: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], tuple[Forward, Any]]]]:
-    """Name of each that can take the shape, and a function that makes its forward pass and its leaves."""
-    _, T, _, D, M = shape
-
-    def on(function: Callable[..., Tensor], cast_gate: bool = False) -> Callable[[], tuple[Forward, Any]]:
-        def make() -> tuple[Forward, Any]:
-            q, k, v, beta = inputs(shape, DTYPES[dtype])
-            leaves = [x.requires_grad_() for x in (q, k, v, beta.to(q.dtype) if cast_gate else beta)]
-            return lambda: function(*leaves), leaves
-
-        return make
-
-    yield "fastweights", on(lambda *x: memory("triton", *x))
-    if "chunked" in which:
-        yield "chunked", on(lambda *x: memory("chunked", *x))
-        if T < 2048:
-            # Compiled it takes as long to compile as there are chunks.
-            yield "chunked, compiled", lambda: on(torch.compile(lambda *x: memory("chunked", *x)))()
-    if "sdpa" in which and dtype != "float32":
-        yield "sdpa", lambda: _attention(shape, DTYPES[dtype])
-    # fla reads past its arrays where D and M differ.
-    if "fla" in which and find_spec("fla") is not None and D == M:
-        if dtype != "float32":
-            yield "fla chunk", on(_fla("chunk_delta_rule"), cast_gate=True)
-        if T <= 2048:
-            yield "fla recurrent", on(_fla("fused_recurrent_delta_rule"), cast_gate=True)
-
-
-def _fla(name: str) -> Callable[..., Tensor]:
-    def run(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-        import fla.ops.delta_rule
-
-        y: Tensor = getattr(fla.ops.delta_rule, name)(q, k, v, beta, scale=1.0)[0]
-        return y
-
-    return run
-
-
-def _attention(shape: Shape, dtype: torch.dtype) -> tuple[Forward, Any]:
-    """Causal softmax attention with heads of D, laid out as it likes them."""
-    B, T, H, D, _ = shape
-    q, k, v = (torch.randn(B, H, T, D, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
-    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v)
-
-
 def floor_ms(shape: Shape, dtype: torch.dtype, bytes_per_s: float) -> float:
     """What reading every input and writing every output once takes, forward and backward."""
     B, T, H, D, M = shape
@@ -137,7 +75,9 @@ def _more_versions() -> dict[str, str]:
     return found
 
 
-def _case(name: str, dtype: str, which: tuple[str, ...], budget_ms: float, bytes_per_s: float) -> dict[str, Any]:
+def _case(
+    name: str, dtype: str, which: tuple[str, ...], budget_ms: float, bytes_per_s: float, apart: Apart
+) -> dict[str, Any]:
     """One shape in one dtype: errors first, then everybody's times."""
     shape = SHAPES[name]
     case: dict[str, Any] = {"name": name, "shape": list(shape), "dtype": dtype, "measured": {}}
@@ -148,6 +88,9 @@ def _case(name: str, dtype: str, which: tuple[str, ...], budget_ms: float, bytes
     except Exception as error:
         case |= {"right": False, "failure": short(error)}
     for rival, make in rivals(shape, dtype, which):
+        if rival.startswith("fla"):
+            case["measured"][rival] = apart(measure_rival, shape, dtype, rival, budget_ms)
+            continue
         try:
             case["measured"][rival] = measure(make, budget_ms)
         except Exception as error:
@@ -156,10 +99,14 @@ def _case(name: str, dtype: str, which: tuple[str, ...], budget_ms: float, bytes
     return case
 
 
+def _mebibytes(measured: dict[str, Any]) -> str:
+    return f"{measured['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in measured else "-"
+
+
 def _table(cases: list[dict[str, Any]]) -> Table:
     """Ours, the quickest rival, and their ratio, in eager mode and as graphs."""
     table = Table(
-        *("shape", "dtype", "error", "forward graph", "f+b eager", "f+b graph", "x floor", "MiB", "first call s"),
+        *("shape", "dtype", "error", "forward graph", "f+b eager", "f+b graph", "x floor", "MiB", "fla MiB"),
         *("best rival eager", "best rival graph", "faster eager", "faster graph"),
         title="delta rule, ms",
     )
@@ -174,8 +121,7 @@ def _table(cases: list[dict[str, Any]]) -> Table:
         table.add_row(
             *(case["name"], case["dtype"], f"{max(case.get('errors', {'': float('nan')}).values()):.0e}"),
             *(f"{ours.get('forward_graph_ms', float('nan')):.4f}", f"{eager:.4f}", f"{graph:.4f}"),
-            *(f"{graph / case['floor_ms']:.1f}", f"{ours.get('peak_bytes', 0) / 2**20:.0f}"),
-            f"{ours.get('first_call_s', float('nan')):.2f}",
+            *(f"{graph / case['floor_ms']:.1f}", _mebibytes(ours), _mebibytes(others.get("fla chunk", {}))),
             *(f"{best[mode][1]:.3f} {best[mode][0]}" for mode in ("eager", "graph")),
             *(f"{best['eager'][1] / eager:.1f} x", f"{best['graph'][1] / graph:.1f} x"),
         )
@@ -185,7 +131,7 @@ def _table(cases: list[dict[str, Any]]) -> Table:
 MAPS = [Features.named("dpfp", nu, sum=True, logits=True) for nu in (1, 2, 3)]
 
 
-def _forms(budget_ms: float) -> Iterator[dict[str, Any]]:
+def _forms(budget_ms: float, which: tuple[str, ...], apart: Apart) -> Iterator[dict[str, Any]]:
     """Maps inside the kernels and before them; whole layers; decoding."""
     for name in kernel_forms.HEADS:
         for dtype in DTYPES:
@@ -206,7 +152,12 @@ def _forms(budget_ms: float) -> Iterator[dict[str, Any]]:
                 row |= kernel_forms.layer(name, phi, nu, budget_ms)
             yield row
     for batch in kernel_forms.BATCHES:
-        yield {"part": "decode", "batch": batch, "measured": kernel_forms.decode(batch, budget_ms)}
+        row = {"part": "decode", "batch": batch, "measured": {}}
+        with _noted(row):
+            row["measured"] |= kernel_forms.decode(batch, budget_ms)
+        if "fla" in which and kernel_forms.has_fla():
+            row["measured"]["fla recurrent"] = apart(kernel_forms.decode_fla, batch, budget_ms)
+        yield row
 
 
 @contextmanager
@@ -234,6 +185,21 @@ def _checks(console: Console, quick: bool) -> Iterator[dict[str, Any]]:
         yield row
 
 
+def _cases(quick: bool) -> Iterator[tuple[str, str]]:
+    """The paper trained in float32; at the longer shapes nobody does."""
+    for name in QUICK if quick else SHAPES:
+        for dtype in DTYPES if SHAPES[name][1] < 2048 else ("bfloat16",):
+            yield name, dtype
+
+
+def _seconds(row: dict[str, Any]) -> str:
+    ways = {way: found for way, found in row.items() if isinstance(found, dict)}
+    return ", ".join(
+        f"{way} {found['first_s']:.2f} s" if "first_s" in found else f"{way} failed: {found['failure']}"
+        for way, found in ways.items()
+    )
+
+
 def run(out: Path | None, quick: bool, which: tuple[str, ...]) -> bool:
     """Check, measure, print the table, and write the JSON file if asked for. False where a check failed."""
     console, start = Console(), time.perf_counter()
@@ -243,25 +209,30 @@ def run(out: Path | None, quick: bool, which: tuple[str, ...]) -> bool:
     bytes_per_s = bandwidth()
     rows: list[dict[str, Any]] = [{"part": "machine", "bandwidth_bytes_per_s": bytes_per_s, **_more_versions()}]
 
-    def add(row: dict[str, Any]) -> None:
-        rows.append(row)
+    def add(*more: dict[str, Any]) -> None:
+        rows.extend(more)
         if out is not None:
             write_record(out, "kernels", "cuda", SEED, start, rows)
 
-    for row in _checks(console, quick):
-        add(row)
+    apart = Apart()
     cases = []
     budget_ms = 20 if quick else 60
-    for name in QUICK if quick else SHAPES:
-        # The paper trained in float32; at the longer shapes nobody does.
-        for dtype in DTYPES if SHAPES[name][1] < 2048 else ("bfloat16",):
+    try:
+        if "fla" in which:
+            apart.begin()
+        add(*_checks(console, quick))
+        for row in () if quick else first_calls({name: SHAPES[name] for name in COLD}, "bfloat16"):
+            console.print(f"first call of {row['name']}: {_seconds(row)}")
+            add(row)
+        for name, dtype in _cases(quick):
             console.print(f"measuring {name}, {dtype}", style="dim")
-            cases.append(_case(name, dtype, which, budget_ms, bytes_per_s))
+            cases.append(_case(name, dtype, which, budget_ms, bytes_per_s, apart))
             add({"part": "shape", **cases[-1]})
-    if not quick:
-        for row in _forms(budget_ms):
+        for row in () if quick else _forms(budget_ms, which, apart):
             console.print(f"measured {row['part']} {row.get('name', '')}", style="dim")
             add(row)
+    finally:
+        apart.close()
     console.print(_table(cases))
     wrong = [row for row in rows if row.get("right") is False]
     for row in wrong:

@@ -20,7 +20,6 @@ from fastweights.ops.backends.triton.gradients import (
 from fastweights.ops.backends.triton.pieces import (
     at_or_above,
     dot,
-    fine_dot,
     load_both,
     load_gate,
     load_turned,
@@ -89,7 +88,6 @@ def walk_backward(
     GATHER: tl.constexpr,
     TWICE: tl.constexpr,
     LOGITS: tl.constexpr,
-    CAREFUL: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -193,7 +191,7 @@ def walk_backward(
         # e dR: the gradient of what is not recalled; that of the values where one gate does both.
         drest = du
         if ERASE:
-            du += fine_dot(du * (erase * -1.0)[None, :], Z, OPERAND, PRECISION, False, CAREFUL)
+            du += dot(du * (erase * -1.0)[None, :], Z, OPERAND, PRECISION)
             drest = du * erase[None, :]
         dv_at = dv + token * H * M + head * M
         if not ONLY:
@@ -257,7 +255,7 @@ def walk_backward(
             drest *= fade[None, :]
         dW_t += dot(dy_t, q_, OPERAND, PRECISION)
         if ERASE:
-            dW_t -= fine_dot(drest, k_, OPERAND, PRECISION, True, CAREFUL)
+            dW_t -= dot(drest, k_, OPERAND, PRECISION)
         token -= C
         slot -= 1
         left += C

@@ -24,11 +24,10 @@ class Config(NamedTuple):
     come from a launch of their own, over chunks side by side. With `fused` the walk back computes every gradient;
     otherwise a second launch over chunks does, whose programs take `features` of D at a time. `stages` is how far loads
     run ahead in a walk. `precision` and `solve` are how products and how the triangular inverse are formed. Long
-    sequences are cut into `groups` that walk side by side, where that is not 0. With `gather`
-    DPFP loads the factors of every feature, else it takes them from a tile by products. With `careful` what is
-    written, and the inverse, enter 16-bit products in two parts. With `twice` walks load a tile that
-    they need both ways twice instead of turning it on chip: one or two warps turn tiles by shuffles, and what is turned
-    is not copied ahead. A program of the launch for the gradients takes `batch` chunks one after the other;
+    sequences are cut into `groups` that walk side by side, where that is not 0. With `gather` DPFP loads the factors of
+    every feature, else it takes them from a tile by products. With `twice` walks load a tile that they need both ways
+    twice instead of turning it on chip: one or two warps turn tiles by shuffles, and what is turned is not copied
+    ahead. A program of the launch for the gradients takes `batch` chunks one after the other;
     `chunk_stages` is how far its loads run ahead, over chunks or over tiles of `features`.
     """
 
@@ -47,7 +46,6 @@ class Config(NamedTuple):
     features: int
     groups: int = 0
     gather: int = 0
-    careful: int = 0
     twice: int = 0
     batch: int = 1
     chunk_stages: int = 1
@@ -209,11 +207,6 @@ def number_of_groups(T: int, cu_seqlens: Tensor | None, config: Config) -> int:
     return -(-T // length) if length else 0
 
 
-def inverse_dtype(data: torch.dtype, state: torch.dtype, config: Config) -> torch.dtype:
-    """What inverses are stored in."""
-    return torch.float16 if config.careful and config.precision == HALF else operand_dtype(data, state, config)
-
-
 def operand_dtype(data: torch.dtype, state: torch.dtype, config: Config) -> torch.dtype:
-    """What products take and kept states are stored in: the dtype of the data, or that of the state."""
+    """What products take and what is kept for backward is stored in: the dtype of the data, or that of the state."""
     return data if config.precision == HALF else state

@@ -11,7 +11,6 @@ from fastweights.ops.backends.triton.features import load_features
 from fastweights.ops.backends.triton.pieces import (
     at_or_above,
     dot,
-    fine_dot,
     load_gate,
     load_turned,
     multiply,
@@ -70,7 +69,6 @@ def walk_forward(
     GATHER: tl.constexpr,
     TWICE: tl.constexpr,
     LOGITS: tl.constexpr,
-    CAREFUL: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -150,23 +148,23 @@ def walk_forward(
             inverses += H * C * C
             if TIED:
                 error = u - recall
-                error += fine_dot(error * minus[None, :], Z, OPERAND, PRECISION, False, CAREFUL)
+                error += dot(error * minus[None, :], Z, OPERAND, PRECISION)
                 u = error * e_[None, :]
             else:
                 error = recall * -1.0
-                error += fine_dot(error * minus[None, :] - u, Z, OPERAND, PRECISION, False, CAREFUL)
+                error += dot(error * minus[None, :] - u, Z, OPERAND, PRECISION)
                 u += error * e_[None, :]
             if READ:
                 store_columns(errors, error, rows, tl.where(keep != 0, left, 0), m, H * M, M)
                 errors += C * H * M
 
         if READ:
-            out = read + fine_dot(u, scores, OPERAND, PRECISION, True, CAREFUL)
+            out = read + dot(u, scores, OPERAND, PRECISION)
             store_columns(y, out, rows, left, m, H * M, M)
         if DECAY:
             u *= remain[None, :]
             W_t *= tl.sum(tl.where(rows == C - 1, fade, 0.0), 0)
-        W_t += fine_dot(u, k_, OPERAND, PRECISION, True, CAREFUL)
+        W_t += dot(u, k_, OPERAND, PRECISION)
 
         q += C * q_token
         k += C * k_token

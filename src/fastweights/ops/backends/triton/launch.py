@@ -12,10 +12,8 @@ from torch import Tensor
 from fastweights.ops.backends.triton.backward import walk_backward
 from fastweights.ops.backends.triton.chunks import chunk_gradients
 from fastweights.ops.backends.triton.configs import (
-    HALF,
     PRECISIONS,
     Config,
-    inverse_dtype,
     kept_shapes,
     operand_dtype,
     power_of_two,
@@ -77,7 +75,6 @@ class Plan:
         self.q_shape, self.gate_shape = tuple(q.shape), (B, T, self.H)
         self.q_dtype, self.gate_dtypes = q.dtype, (_type_of(a), _type_of(e), _type_of(w))
         self.kept_dtype = operand_dtype(q.dtype, wide, config)
-        self.inverse_dtype = inverse_dtype(q.dtype, wide, config)
         shape = (B, T, self.H, self.D)
         erases = e is not None
         self.shapes = tuple(kept_shapes(shape, self.M, erases, cu_seqlens, bool(keep), config) for keep in (0, 1))
@@ -108,7 +105,6 @@ class Plan:
             "GATHER": bool(config.gather),
             "TWICE": _twice(config, unit),
             "LOGITS": bool(features.logits),
-            "CAREFUL": bool(config.careful) and config.precision == HALF,
             "OPERAND": TYPES[self.kept_dtype],
             "ACC": TYPES[wide],
             "PRECISION": "ieee" if precision == "16-bit" else precision,
@@ -188,7 +184,7 @@ class Plan:
         kept = self.shapes[keep]
         states = torch.empty(kept[0], dtype=self.kept_dtype, device=device)
         if inverses is None:
-            inverses = torch.empty(kept[1], dtype=self.inverse_dtype, device=device)
+            inverses = torch.empty(kept[1], dtype=self.kept_dtype, device=device)
             if self.prepared:
                 self.invert((k, a, e, cu_seqlens, inverses), self.N, self.T)
         errors = torch.empty(kept[2], dtype=self.kept_dtype, device=device)
@@ -216,13 +212,13 @@ class Plan:
 
     def compile(self, bounds: torch.dtype | None, groups: bool) -> list[Any]:
         """All kernels that a forward and a backward pass with contiguous dy need, over groups if so; none is run."""
-        q, kept, inverse, wide = self.q_dtype, self.kept_dtype, self.inverse_dtype, self.wide
+        q, kept, wide = self.q_dtype, self.kept_dtype, self.wide
         a, e, w = self.gate_dtypes
         found = []
         if self.prepared:
-            found.append(self.invert.compile((q, a, e, bounds, inverse), self.N, self.T))
+            found.append(self.invert.compile((q, a, e, bounds, kept), self.N, self.T))
         for read in (True, False) if groups else (True,):
-            kinds = (q, q, q, a, e, w, wide, bounds, self.dtype if read else q, wide, kept, inverse, kept)
+            kinds = (q, q, q, a, e, w, wide, bounds, self.dtype if read else q, wide, kept, kept, kept)
             found.append(self.walks[read].compile(kinds, self.T, 1, 1))
         dy = torch.empty(self.y_shape, dtype=self.dtype, device="meta")
         given = (q, q, q, a, e, w, bounds, kept)
@@ -230,9 +226,7 @@ class Plan:
         right = kept if self.separate else q
         for only_state in (True, False) if groups else (False,):
             walk, chunks = self._backward_starts(dy, only_state)
-            found.append(
-                walk.compile((*given, inverse, *rest, wide, q, q, q, a, e, w, wide, kept, right), self.T, 1, 1)
-            )
+            found.append(walk.compile((*given, kept, *rest, wide, q, q, q, a, e, w, wide, kept, right), self.T, 1, 1))
         if not self.fused:
             found.append(chunks.compile((*given, *rest, q, q, a, e, w, kept, right), self.N, self.T))
         return found

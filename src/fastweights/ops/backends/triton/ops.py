@@ -23,7 +23,6 @@ from fastweights.ops.backends.triton.configs import (
     configuration,
     group_length,
     holds_features,
-    inverse_dtype,
     kept_shapes,
     number_of_groups,
     operand_dtype,
@@ -99,8 +98,7 @@ def _(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, wide, tied, config, features
     kept = operand_dtype(q.dtype, wide, config)
     shapes = kept_shapes((*q.shape[:3], D), M, e is not None, cu_seqlens, keep, config)
     states = q.new_empty(shapes[0], dtype=kept)
-    inverses = q.new_empty(shapes[1], dtype=inverse_dtype(q.dtype, wide, config))
-    errors = q.new_empty(shapes[2], dtype=kept)
+    inverses, errors = (q.new_empty(shape, dtype=kept) for shape in shapes[1:])
     groups = q.shape[0] * number_of_groups(q.shape[1], cu_seqlens, config)
     transitions = W.new_empty((groups, H, D, D))
     return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), states, inverses, errors, transitions

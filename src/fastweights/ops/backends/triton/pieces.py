@@ -39,23 +39,6 @@ def leading_digits(x):
 
 
 @triton.jit
-def fine_dot(x, y, OPERAND: tl.constexpr, PRECISION: tl.constexpr, LEFT: tl.constexpr, CAREFUL: tl.constexpr):
-    """x @ y; with `CAREFUL` the `LEFT` or the right operand in two parts, so that twice as many of its digits count."""
-    if CAREFUL:
-        if LEFT:
-            rough = x.to(OPERAND)
-            rest = x.to(tl.float32) - rough.to(tl.float32)
-            result = dot(rough, y, OPERAND, PRECISION) + dot(rest, y, OPERAND, PRECISION)
-        else:
-            rough = y.to(OPERAND)
-            rest = y.to(tl.float32) - rough.to(tl.float32)
-            result = dot(x, rough, OPERAND, PRECISION) + dot(x, rest, OPERAND, PRECISION)
-    else:
-        result = dot(x, y, OPERAND, PRECISION)
-    return result
-
-
-@triton.jit
 def sequence(n, T, cu_seqlens, C: tl.constexpr, PACKED: tl.constexpr):
     """First token, length and first chunk slot of sequence n."""
     if PACKED:

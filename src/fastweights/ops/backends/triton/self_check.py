@@ -144,7 +144,6 @@ def _beside(stream: Any, run: Callable[..., Any], *arguments: Any) -> Any:
 
 def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
     """||ours - float64|| / ||float64|| of outputs and gradients, over several chunks, the last of them partial."""
-    forward, backward = _kernels()
     generator = torch.Generator(device).manual_seed(0)
     C, H, D, M = kind.config.chunk, heads, kind.D, kind.M
     B, T = (1 if kind.packed else 2), 3 * C + 5
@@ -175,9 +174,10 @@ def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
 
     last = (kind.config, kind.features)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    # What loading float64 products takes the first time, compiling takes too: both at once.
+    # What loading float64 products takes the first time, loading Triton and compiling take too: both at once.
     with ThreadPoolExecutor(1) as pool:
         exact = pool.submit(_beside, stream, _exact, kind, (q, k, v, a, e, w, W), bounds, dy, dW)
+        forward, backward = _kernels()
         if device.type == "cuda":
             from fastweights.ops.backends.triton.walks import compile_side_by_side
 
