@@ -24,5 +24,6 @@ EXPERIMENT = language.experiment(
     models=wikipedia.LABELS,
     scales=language.scales((128,), wikipedia.COSTS, FULL, NOTE, SMALL_NOTE),
     claims=wikipedia.claims,
+    paper=wikipedia.paper,
     table=perplexity.table(wikipedia.LABELS, wikipedia.PAPER),
 )
