@@ -307,12 +307,15 @@ def test_the_page_says_what_is_scored_and_what_is_not_the_papers(tmp_path):
     before = [path.read_bytes() for path in sorted(store.out.glob("*/cells/*"))]
     write_set(tmp_path, "another", sentences(9, 5))
     prepare("parallel", tmp_path / "europarl", tmp_path / "other", vocab=280, valid=tmp_path / "another")
-    store.keep_corpus(tmp_path / "other")
-    assert known not in old(), "another corpus of the same name"
+    with pytest.raises(BadInput, match=r"no result in .*old was made with the corpus in .*other \(europarl, "):
+        store.keep_corpus(tmp_path / "other")
     store.keep_corpus(tmp_path / "pairs")
     assert known in old()
     assert [path.read_bytes() for path in sorted(store.out.glob("*/cells/*"))] == before
     assert store.current(TABLE1)[1][0].metrics["sets"] == told
+    store, prepared_before = page("before", sets={})
+    store.keep_corpus(tmp_path / "pairs")
+    assert known in prepared_before()
     text = page("new", sets=told)[1]()
     assert known in text
     departures = (

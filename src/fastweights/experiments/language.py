@@ -272,9 +272,7 @@ def settings() -> Fields:
 
 def experiment(*, scales: Mapping[str, Scale], text: Text = WIKITEXT103, **rest: Any) -> Experiment:
     """A table of language models: an `Experiment` with what all of them have in common."""
-    plot = Plot(
-        kind="perplexity", x_label="training steps", y_label="validation perplexity, segment by segment", log_y=True
-    )
+    plot = Plot(kind="perplexity", x_label="training steps", y_label="validation perplexity", log_y=True)
     shared: dict[str, Any] = {"text": WIKITEXT103.name, "run": run, "plot": plot, "take": take(text), "given": GIVEN}
     shared |= {"fields": settings, "needs": ("lightning",), "size_name": "D", "protocol": configure(PROTOCOL)}
     return Experiment(scales=scales, configure=configure(scales), fixed_sizes=True, **{**shared, **rest})

@@ -128,7 +128,10 @@ class Store:
         manifest = finished(folder, layout(manifest) if manifest else "stream", verify=True)
         if not sets(manifest):
             raise DataError(f"{folder} does not name its validation and test set; prepare it again with --force")
-        found = self.corpora() | {fingerprint(manifest): {"name": manifest["name"], "sets": sets(manifest)}}
+        mark, records = fingerprint(manifest), self.known_anywhere().values()
+        if all(record.config.get("corpus", {}).get("fingerprint") != mark for record in records):
+            raise BadInput(f"no result in {self.out} was made with the corpus in {folder} ({manifest['name']}, {mark})")
+        found = self.corpora() | {mark: {"name": manifest["name"], "sets": sets(manifest)}}
         write_atomically(self.out / "corpora.json", (json.dumps(found, indent=1, sort_keys=True) + "\n").encode())
 
     def current(self, experiment: Experiment) -> tuple[str | None, list[Record]]:
@@ -230,8 +233,8 @@ def _record(entry: Any) -> Record:
 def _completed(record: Record, paper: Any, corpora: Mapping[str, Any]) -> Record:
     """The record with the paper's values of today, and with what it was scored on where only the corpus says it."""
     corpus = corpora.get(record.config.get("corpus", {}).get("fingerprint"))
-    known = {"sets": corpus["sets"]} if corpus else {}
-    return _record({**_entry(record), "paper": paper, "metrics": {**known, **record.metrics}})
+    told = {"sets": corpus["sets"]} if corpus and not record.metrics.get("sets") else {}
+    return _record({**_entry(record), "paper": paper, "metrics": {**record.metrics, **told}})
 
 
 def _dump(value: Any) -> str:

@@ -237,7 +237,7 @@ EXPERIMENT = Experiment(
     protocol=protocol,
     run=run,
     claims=claims,
-    plot=Plot(kind="learning", x_label="training steps", y_label="validation BLEU during training"),
+    plot=Plot(kind="learning", x_label="training steps", y_label="validation BLEU"),
     paper=paper,
     table=table,
     take=take,

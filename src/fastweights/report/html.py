@@ -73,6 +73,14 @@ dd { margin: 0; overflow-wrap: anywhere; }
 """
 
 
+# What a plot of that kind shows, where the numbers of the table are others.
+_DRAWN = {
+    "scatter": "{loss} evaluation loss",
+    "perplexity": "validations during training, segment by segment, not as the table is scored",
+    "learning": "validations during training, not as the table is scored",
+}
+
+
 def page(chapters: Sequence[Chapter]) -> str:
     claims = [claim for chapter in chapters for claim in chapter.claims]
     contents = "".join(_contents_row(chapter) for chapter in chapters)
@@ -184,7 +192,7 @@ def _figure(chapter: Chapter) -> str:
     axes = f" of {plot.y_label} over {plot.x_label}" if plot.y_label else f" of {plot.x_label}"
     axes = "" if plot.kind == "surfaces" else axes
     alt = f"{drawn}{axes} for {models}. {verdicts}."
-    kind = f"{results.loss.split('_')[0]} evaluation loss" if plot.kind == "scatter" else ""
+    kind = _DRAWN.get(plot.kind, "").format(loss=results.loss.split("_")[0])
     seeds = len({record.config["seed"] for record in results.records})
     spread = f"mean and range over {seeds} seeds" if seeds > 1 else ""
     caption = "; ".join(part for part in (experiment.title, f"scale {chapter.scale}", kind, spread) if part)
