@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from fastweights.commands.data import data
 from fastweights.data.kinds import KINDS
-from fastweights.data.manifest import DataError
+from fastweights.data.manifest import DataError, sets
 from fastweights.data.parallel import ParallelCorpus
 from fastweights.data.prepare import prepare
 from fastweights.data.tokens import Corpus
@@ -128,6 +128,7 @@ def test_sets_named_by_options(tmp_path):
     prepare("parallel", folder, tmp_path / "out", vocab=300, valid=other / "news", test=Path("test_2018"))
     corpus = ParallelCorpus.load(tmp_path / "out")
     assert pairs(corpus.split("valid")) == sentences(8, 6) and pairs(corpus.split("test")) == sentences(7, 5)
+    assert sets(corpus.manifest) == {"valid": "news", "test": "test_2018"}
     prepare(
         "parallel", folder, tmp_path / "out", vocab=300, valid=other / "news.de", test=folder / "test.en", force=True
     )

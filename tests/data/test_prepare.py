@@ -9,6 +9,7 @@ import pytest
 
 from fastweights.data import sources
 from fastweights.data.kinds import KINDS
+from fastweights.data.manifest import sets
 from fastweights.data.prepare import prepare
 from fastweights.data.tokens import Corpus
 from tests.data.corpora import SPLITS, naive, write_wikitext, zipped
@@ -63,6 +64,7 @@ def test_the_manifest_says_what_was_read_and_written(wikitext, tmp_path):
         assert entry["sha256"] == hashlib.sha256((out / f"{split}.bin").read_bytes()).hexdigest()
     assert manifest["splits"]["train"]["out_of_vocabulary"] == 0 < manifest["splits"]["valid"]["out_of_vocabulary"]
     read = {entry["name"]: entry for entry in manifest["source"]["files"]}
+    assert sets(manifest) == {"valid": "wiki.valid.tokens", "test": "wiki.test.tokens"}
     content = (folder / "wiki.train.tokens").read_bytes()
     assert read["wiki.train.tokens"]["bytes"] == len(content)
     assert read["wiki.train.tokens"]["sha256"] == hashlib.sha256(content).hexdigest()

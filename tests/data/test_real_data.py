@@ -2,6 +2,7 @@
 
 import pytest
 
+from fastweights.data.manifest import sets
 from fastweights.data.prepare import prepare
 from fastweights.data.tokens import Corpus
 from tests.data.corpora import REAL, SPLITS
@@ -16,6 +17,7 @@ def real(name):
 def test_wikitext2(folder, tmp_path):
     manifest, _ = prepare("wikitext2", folder, tmp_path)
     assert manifest["official"] and manifest["name"] == "WikiText-2"
+    assert sets(manifest) == {split: f"wiki.{split}.tokens of WikiText-2" for split in SPLITS[1:]}
     assert [manifest["splits"][split]["out_of_vocabulary"] for split in SPLITS] == [0, 0, 0]
     corpus = Corpus.load(tmp_path)
     assert corpus.vocabulary.words[:4] == ("<eos>", "the", ",", ".")
@@ -28,7 +30,8 @@ def test_wikitext2(folder, tmp_path):
 @pytest.mark.parametrize("folder", [real("wikitext-103")])
 def test_wikitext103_valid_and_test(folder, tmp_path):
     files = {split: folder / f"wiki.{split}.tokens" for split in SPLITS[1:]}
-    prepare("text", files["valid"], tmp_path, **files)
+    manifest, _ = prepare("text", files["valid"], tmp_path, **files)
+    assert sets(manifest) == {split: f"wiki.{split}.tokens of WikiText-103" for split in SPLITS[1:]}
     corpus = Corpus.load(tmp_path)
     assert len(corpus.valid) == len(corpus.train) == 217_646 and len(corpus.test) == 245_569
     for stream, predictions in ((corpus.valid, 217_645), (corpus.test, 245_568)):

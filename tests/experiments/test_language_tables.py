@@ -7,6 +7,7 @@ import pytest
 from fastweights.experiments import EXPERIMENTS, speed, table2, table3, table4, table5, wikipedia
 from fastweights.experiments.base import Results
 from fastweights.experiments.perplexity import best_of, is_lower
+from fastweights.experiments.protocol import departures
 from fastweights.experiments.store import Store
 from fastweights.experiments.trained import training_of
 from fastweights.report.figures import STYLES, draw
@@ -244,9 +245,37 @@ def test_wikipedia_shows_the_papers_medium_models_as_such():
     assert rows["Delta Network"][5:] == ("34.1", "35.5")
     assert rows["Delta Network, no positions, no attention norm."][5:] == ("28.1 (D = 256)", "31.1 (D = 256)")
     assert rows["Delta Network, carried context"][5:] == ("27.8 (D = 256)", "29.4 (D = 256)")
-    assert rows["Linear Transformer, carried context"][5:] == ("", ""), "the paper says over 260, in a claim"
+    assert rows["Linear Transformer, carried context"][5:] == ("> 260 (D = 256)", "> 260 (D = 256)")
     claims = EXPERIMENTS["wikipedia"].claims(found)
     assert all(claim.paper.startswith("medium: ") for claim in claims[4:])
+
+
+@pytest.mark.parametrize("name", ["wikipedia", "wikipedia-fast"])
+def test_cells_of_wikipedia_have_the_papers_numbers_of_their_size(name):
+    found = {cell.config["model"]: cell.paper for cell in cells(name)}
+    assert found["delta"] == {"valid": 34.1, "test": 35.5} and found["dpfp-1"] == {"valid": 37.7, "test": 38.8}
+    assert {model for model, paper in found.items() if paper is not None} == set(wikipedia.RULES)
+    assert wikipedia.paper({"size": 256, "model": "linear-carried"}) == {"valid": "> 260", "test": "> 260"}
+
+
+@pytest.mark.parametrize("scale", ["paper", "code"])
+def test_what_departs_from_the_papers_protocol(scale):
+    def found(name, corpus=None, **settings):
+        told = given(name, scale, **settings)
+        told["corpus"] = {**told["corpus"], **(corpus or {})}
+        made = EXPERIMENTS[name].cells(scale, None, told)
+        return departures(EXPERIMENTS[name], [record(cell, {}) for cell in made])
+
+    for name in ("table2", "table3", "table4", "table5"):
+        assert found(name) == {} == found(name, compile="default"), "what does not change the numbers"
+    assert found("table3", lr=0.5, clip=1.0) == {"lr": ([0.5], [2.5e-4]), "clip": ([1.0], [0.25])}
+    slow = {"steps": ([21_000], [500_000]), "precision": (["bf16-mixed"], ["32-true"]), "stride": ([8], [1])}
+    slow["eval_every"] = ([2100], [4000])
+    assert found("wikipedia", {"name": "other"}) == {"text": (["other"], ["WikiText-103"]), **slow}
+    fast = found("wikipedia-fast")
+    assert slow.items() <= fast.items() and fast["optimizer"] == (["muon"], ["default"])
+    assert fast["dropout"] == ([0.0], [0.1]) and fast["schedule"] == (["linear"], ["cosine"])
+    assert found("wikitext2", {"name": "WikiText-2"})["n_layers"] == ([4], [16])
 
 
 def test_carried_rows_of_wikipedia_are_read_in_one_go():

@@ -9,7 +9,9 @@ import typer
 from typer.testing import CliRunner
 
 from fastweights.commands import reproduce as commands
+from fastweights.data.prepare import prepare
 from fastweights.experiments import EXPERIMENTS
+from tests.data.corpora import write_wikitext
 from tests.experiments.fakes import Training
 
 app = typer.Typer()
@@ -145,6 +147,17 @@ def test_list(run, training):
     assert fresh.exit_code == 0 and fresh.stdout.count("none") == len(EXPERIMENTS) and "240 cells" in fresh.stdout
     run("reproduce", "fig3", "--scale", "smoke")
     assert "smoke: 4 cells, 6.0 s of training" in run("reproduce", "--list").stdout
+
+
+def test_report_takes_a_corpus_that_results_were_made_with(run, training, tmp_path):
+    assert run("reproduce", "fig3", "--scale", "smoke").exit_code == 0
+    result = run("report", "--data", str(tmp_path / "nothing"))
+    assert result.exit_code == 2 and f"there is no corpus in {tmp_path / 'nothing'}" in result.stderr
+    write_wikitext(tmp_path / "text")
+    prepare("wikitext2", tmp_path / "text", tmp_path / "corpus", allow_other=True)
+    result = run("report", "--data", str(tmp_path / "corpus"))
+    assert result.exit_code == 2 and "was made with the corpus in" in result.stderr
+    assert not (tmp_path / "out" / "corpora.json").exists()
 
 
 def test_report_by_the_best_loss(run, training, tmp_path):

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from fastweights.commands.progress import _outcome
+from fastweights.data.manifest import DataError
 from fastweights.data.parallel import ParallelCorpus
 from fastweights.data.prepare import prepare
 from fastweights.experiments import EXPERIMENTS, table1_cells
 from fastweights.experiments.base import BadInput, Record, Request, Results, Selection
+from fastweights.experiments.protocol import departures
 from fastweights.experiments.store import Store
 from fastweights.experiments.sweep import sweep
 from fastweights.experiments.table1 import PAPER
@@ -18,7 +20,7 @@ from fastweights.experiments.table6 import measure
 from fastweights.report.build import build
 from fastweights.report.tables import losses
 from tests.data.corpora import write_wikitext
-from tests.data.pair_files import write_parallel
+from tests.data.pair_files import sentences, write_parallel, write_set
 
 TABLE1, TABLE6 = EXPERIMENTS["table1"], EXPERIMENTS["table6"]
 CORPUS = {"name": "WMT14 en-de", "pieces": 32_000, "fingerprint": "f"}
@@ -262,7 +264,10 @@ def test_smoke(tmp_path, monkeypatch):
         assert [sample[1] for sample in record.metrics["samples"]] == references[:3]
     page, _ = build(store)
     text = page.read_text()
-    assert "BLEU of models trained on number words, en-de; the paper's are on WMT14 en-de." in html.unescape(text)
+    scored = (
+        "BLEU of models trained on number words, en-de, scored on the validation and test set it was prepared with."
+    )
+    assert f"{scored} The paper's are trained and scored on WMT14 en-de." in html.unescape(text)
     assert references[0] in text and "Scale smoke" in text
     again = Watcher()
     sweep(TABLE1, chosen, store, again, data=given.data, jobs=1)
@@ -272,6 +277,69 @@ def test_smoke(tmp_path, monkeypatch):
 def test_what_the_terminal_says_of_a_cell():
     assert _outcome(record("linear", 20, 21.04).metrics) == "test BLEU 21.0 after 20 steps, "
     assert _outcome(record("linear", 20, None).metrics) == "validation BLEU 20.0 after 20 steps, "
+
+
+def test_the_page_says_what_is_scored_and_what_is_not_the_papers(tmp_path):
+    """By the cells themselves, or for older cells by the corpus that has their fingerprint."""
+    write_parallel(tmp_path / "europarl")
+    write_set(tmp_path, "newstest2013", sentences(7, 5))
+    write_set(tmp_path, "newstest2014", sentences(8, 5))
+    held_out = {"valid": tmp_path / "newstest2013", "test": tmp_path / "newstest2014"}
+    prepare("parallel", tmp_path / "europarl", tmp_path / "pairs", vocab=280, **held_out)
+    corpus = table1_cells.identify(tmp_path / "pairs")
+    cell = TABLE1.cell("paper", "linear", 512, 1, {"corpus": corpus, "set": {"norm": "pre", "steps": 2000}})
+    told = {"valid": "newstest2013", "test": "newstest2014"}
+
+    def page(name, **more):
+        store = Store(tmp_path / name)
+        found = Record(
+            metrics={"valid": {"bleu": 6.0}, "test": {"bleu": 5.0}, "curve": [[1000, 4.0], [2000, 6.0]], **more},
+            wall_s=2.0, config=cell.config, paper=None, commit="abc", hardware="a GPU", versions={},
+        )  # fmt: skip
+        store.save("table1", found)
+        return store, lambda: html.unescape(build(store)[0].read_text())
+
+    store, old = page("old")
+    begin = "BLEU of models trained on europarl, en-de"
+    end = " The paper's are trained and scored on WMT14 en-de."
+    known = f"{begin}; validation set newstest2013, test set newstest2014.{end}"
+    assert f"{begin}, scored on the validation and test set it was prepared with.{end}" in old()
+    before = [path.read_bytes() for path in sorted(store.out.glob("*/cells/*"))]
+    write_set(tmp_path, "another", sentences(9, 5))
+    prepare("parallel", tmp_path / "europarl", tmp_path / "other", vocab=280, valid=tmp_path / "another")
+    with pytest.raises(BadInput, match=r"no result in .*old was made with the corpus in .*other \(europarl, "):
+        store.keep_corpus(tmp_path / "other")
+    store.keep_corpus(tmp_path / "pairs")
+    assert known in old()
+    assert [path.read_bytes() for path in sorted(store.out.glob("*/cells/*"))] == before
+    assert store.current(TABLE1)[1][0].metrics["sets"] == told
+    store, prepared_before = page("before", sets={})
+    store.keep_corpus(tmp_path / "pairs")
+    assert known in prepared_before()
+    text = page("new", sets=told)[1]()
+    assert known in text
+    departures = (
+        "paper: the paper's protocol, except (its own in brackets): text europarl, en-de (WMT14 en-de), steps 2000"
+    )
+    assert f"{departures} (35000), d_model 512 (1024)" in text and "norm pre (post)" in text
+
+
+def test_corpora_that_do_not_say_what_is_scored_are_refused(tmp_path):
+    store = Store(tmp_path / "results")
+    with pytest.raises(DataError, match=r"no corpus in .*nothing"):
+        store.keep_corpus(tmp_path / "nothing")
+    prepare("numbers", None, tmp_path / "numbers", pairs=60, held_out=8)
+    with pytest.raises(DataError, match=r"numbers does not name its validation and test set"):
+        store.keep_corpus(tmp_path / "numbers")
+    store.out.mkdir()
+    (store.out / "corpora.json").write_text("[1]")
+    with pytest.raises(BadInput, match=r"corpora\.json is not a list of corpora"):
+        store.corpora()
+
+
+def test_the_papers_own_cells_depart_in_nothing():
+    for name, cell in cells("paper").items():
+        assert departures(TABLE1, [replace(record(name, 20, 21), config=cell.config)]) == {}
 
 
 def test_the_data_are_of_bleu():

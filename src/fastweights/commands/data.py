@@ -103,17 +103,18 @@ def _summary(manifest: dict[str, Any]) -> None:
     size = manifest["vocabulary"]["size"]
     typer.echo(f"{manifest['name']}{label}: {size:,} {manifest['vocabulary']['kind']}")
     for split, entry in manifest["splits"].items():
+        name = f" of {entry['set']}" if "set" in entry else ""
         if "pairs" in entry:
             counts = [
                 f"{entry['files'][side]['tokens']:,} {language}"
                 for side, language in zip(("source", "target"), manifest["languages"], strict=True)
             ]
             note = f"; {entry['left_out']:,} left out as a side is empty" if entry["left_out"] else ""
-            typer.echo(f"  {split:<6}{entry['pairs']:>12,} pairs, tokens: {', '.join(counts)}{note}")
+            typer.echo(f"  {split:<6}{entry['pairs']:>12,} pairs{name}, tokens: {', '.join(counts)}{note}")
             continue
         outside = entry["out_of_vocabulary"]
         note = f", {outside:,} of them outside the vocabulary" if outside else ""
-        typer.echo(f"  {split:<6}{entry['tokens']:>12,} tokens{note}")
+        typer.echo(f"  {split:<6}{entry['tokens']:>12,} tokens{name}{note}")
 
 
 @contextmanager

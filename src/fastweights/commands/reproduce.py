@@ -98,6 +98,12 @@ def reproduce(
 def report(
     out: Out = Path("results"),
     loss: Annotated[str, typer.Option(help="The loss that counts: the best of a run, or its last.")] = "best",
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Say of results that were made with this corpus which sets they are scored on.", metavar="DIR"
+        ),
+    ] = None,
 ) -> None:
     """Draw the plots and the page from whatever results there are, without training anything."""
     from fastweights.ops.tables import look_up
@@ -110,6 +116,8 @@ def report(
         if not names:
             raise ValueError(f"there are no results in {out}; `fastweights reproduce --list` shows what can be run")
         store.check_writable()
+        for folder in data or []:
+            store.keep_corpus(folder)
     _finish(store, set(names), metric)
 
 

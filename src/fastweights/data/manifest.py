@@ -79,6 +79,12 @@ def files(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return [manifest["vocabulary"], *(entry for split in splits for entry in split.get("files", {"": split}).values())]
 
 
+def sets(manifest: dict[str, Any]) -> dict[str, str]:
+    """The names of the validation and the test set, without those that were cut from the training text."""
+    splits = manifest["splits"]
+    return {split: splits[split]["set"] for split in SPLITS if "set" in splits.get(split, {})}
+
+
 def fingerprint(manifest: dict[str, Any]) -> str:
     """The same for the same tokens and vocabulary, wherever they lie: what a checkpoint can ask for again."""
     return hashlib.sha256("".join(entry["sha256"] for entry in files(manifest)).encode()).hexdigest()[:16]

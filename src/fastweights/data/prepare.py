@@ -5,14 +5,16 @@ from __future__ import annotations
 import platform
 import sys
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import fastweights
 from fastweights.data import bpe
-from fastweights.data.kinds import KINDS, Found, Kind, Request
+from fastweights.data.aligned import language_of
+from fastweights.data.kinds import KINDS, PUBLISHED_SETS, Found, Kind, Request
 from fastweights.data.manifest import (
     FORMAT,
+    SPLITS,
     DataError,
     Report,
     checksum,
@@ -23,7 +25,7 @@ from fastweights.data.manifest import (
     read_manifest,
     silent,
 )
-from fastweights.data.sources import fetch
+from fastweights.data.sources import Source, fetch
 from fastweights.ops.tables import look_up
 
 _LEAST = {"min_count": 1, "max_words": 2, "vocab": bpe.LEAST, "pairs": 1, "held_out": 1, "highest": 999}
@@ -128,6 +130,8 @@ def _prepare(kind: str, row: Kind, request: Request, out: Path, allow_other: boo
         size = {"kind": built.vocabulary.kind, "size": len(built.vocabulary)}
         manifest["vocabulary"] = {"file": file, **size, **checksum(folder / file)}
         manifest |= built.describe(folder)
+        for split, what in _sets(found).items():
+            manifest["splits"][split]["set"] = what
         manifest["versions"] = {"fastweights": fastweights.__version__, "python": platform.python_version()}
         publish(folder, out, manifest, request.report)
         return manifest
@@ -144,6 +148,26 @@ def _differences(row: Kind, built: Any, allow_other: bool) -> list[str]:
             f"{row.obtain[1:]}; --allow-other prepares another corpus in this format, under its own name"
         )
     return wrong
+
+
+def _sets(found: Found) -> dict[str, str]:
+    """The names of the validation and the test set, which need not be of the corpus that the training text is of."""
+    named: dict[str, dict[str, None]] = {}
+    for key, sources in found.items():
+        # Texts are found by split, sentence pairs by split and language.
+        split, _, language = key.partition(".")
+        if split in SPLITS[1:]:
+            names = (language_of(source.path)[0] if language else _set_name(source) for source in sources)
+            named.setdefault(split, {}).update(dict.fromkeys(names))
+    return {split: ", ".join(names) for split, names in named.items()}
+
+
+def _set_name(source: Source) -> str:
+    """The name of a file, and of which published corpus it is where it is known by its content."""
+    if source.member is not None:
+        return PurePosixPath(source.member).name
+    published = PUBLISHED_SETS.get(checksum(source.path)["sha256"])
+    return source.path.name if published is None else f"{source.path.name} of {published}"
 
 
 def _plain(request: Request, row: Kind) -> dict[str, Any]:

@@ -229,6 +229,7 @@ class Experiment:
         statement: what the paper says the figure shows.
         models: name of each model in `config`, and its label in figures; one unnamed entry where there is no choice.
         configure: the whole configuration of the cell (scale name, model, size, seed; what is `given` by name).
+        protocol: the same by the paper's protocol, where the experiment itself departs from it: see `protocol`.
         paper: the paper's values for a configuration.
         run: runs cells and yields each with its outcome as it finishes.
         claims: judges the results.
@@ -237,8 +238,8 @@ class Experiment:
         given: names of the entries of `config` that `take` decides. A record keeps its own.
         fields: loads what the settings of a `Request` can be and their types; None where there are none.
         needs: packages beside PyTorch that its cells are run with.
-        text: what the paper's models were trained on, where ours can be on something else.
-        measure: what the numbers on that text are.
+        text: what the paper's models were trained and scored on, where ours can be on something else.
+        measure: what the numbers are.
         size_name: what `size` is, in front of its value.
         fixed_sizes: drawn at the sizes of its scales only, which a `Selection` can narrow but not change.
         selectable: False where there is nothing to select, and every `Selection` leaves it whole.
@@ -254,6 +255,7 @@ class Experiment:
     run: Callable[[Sequence[Cell], Setup], Outcomes]
     claims: Callable[[Results], list[Claim]]
     plot: Plot
+    protocol: Callable[..., Mapping[str, Any]] | None = None
     paper: Callable[[Mapping[str, Any]], Any] = lambda config: None
     table: Callable[[Results], Table] | None = None
     take: Callable[[str, Request], Given] | None = None

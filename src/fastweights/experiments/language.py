@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastweights.experiments.base import Experiment, Plot, Scale, storable
+from fastweights.experiments.base import SCALES, Experiment, Plot, Scale, storable
 from fastweights.experiments.text import SPLITS, WIKITEXT103, Text, corpus_of, take
 from fastweights.experiments.trained import Trainable, check_settings, runner, training_of
 
@@ -139,6 +139,10 @@ def scales(
     }
 
 
+PROTOCOL = scales(tuple(PAPER.presets), dict.fromkeys(SCALES, ""))
+"""Tables 2 to 5 as the paper has them: what tables of other trainings are told apart from."""
+
+
 def labels(*names: str) -> dict[str, str]:
     """`Experiment.models` of a table with these rows."""
     return {name: MODELS[name].label for name in names}
@@ -214,6 +218,7 @@ def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: st
     """Perplexities of the best checkpoint. Each is kept in the run's folder as soon as it is known."""
     import torch
 
+    from fastweights.data.manifest import sets
     from fastweights.training.language_run import LanguageRun
 
     run = LanguageRun.open(folder)
@@ -223,7 +228,7 @@ def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: st
     model, checkpoint = run.load("best", device)
     corpus = corpus_of(config, data)
     found = [_evaluate(config, model, corpus, folder, options, device) for options in config["evaluations"]]
-    about = {"parameters": model.n_parameters, "best_step": checkpoint.step}
+    about = {"parameters": model.n_parameters, "best_step": checkpoint.step, "sets": sets(corpus.manifest)}
     return {**found[-1], **about, "evaluations": found if len(found) > 1 else []}
 
 
@@ -268,6 +273,6 @@ def settings() -> Fields:
 def experiment(*, scales: Mapping[str, Scale], text: Text = WIKITEXT103, **rest: Any) -> Experiment:
     """A table of language models: an `Experiment` with what all of them have in common."""
     plot = Plot(kind="perplexity", x_label="training steps", y_label="validation perplexity", log_y=True)
-    shared: dict[str, Any] = {"text": text.name, "run": run, "plot": plot, "take": take(text), "given": GIVEN}
-    shared |= {"fields": settings, "needs": ("lightning",), "size_name": "D"}
+    shared: dict[str, Any] = {"text": WIKITEXT103.name, "run": run, "plot": plot, "take": take(text), "given": GIVEN}
+    shared |= {"fields": settings, "needs": ("lightning",), "size_name": "D", "protocol": configure(PROTOCOL)}
     return Experiment(scales=scales, configure=configure(scales), fixed_sizes=True, **{**shared, **rest})

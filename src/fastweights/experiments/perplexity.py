@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fastweights.experiments.base import NOT_RUN, Claim, Record, Results, Table
 from fastweights.experiments.text import SPLITS
@@ -17,6 +18,9 @@ Pair = tuple[float, float]
 
 SHORT = 100_000
 """Fewer steps than these, of the paper's 400,000 and 500,000, are a short training."""
+
+Shown = Pair | str
+"""What the paper gives: two numbers, or one bound for both."""
 
 CLOSE = 0.01
 PAPER_HEADER = ("paper, validation", "paper, test")
@@ -90,7 +94,7 @@ def against(paper: Mapping[int, Mapping[str, Pair]], model: str, other: str) -> 
     )
 
 
-def table(labels: Mapping[str, str], paper: Mapping[int, Mapping[str, Pair]]) -> Callable[[Results], Table]:
+def table(labels: Mapping[str, str], paper: Mapping[int, Mapping[str, Shown]]) -> Callable[[Results], Table]:
     """`Experiment.table`: a row for each size and model, validation and test perplexity, ours and the paper's.
 
     Where the paper has no such model of that size, the smallest it has stands there with its size.
@@ -116,11 +120,12 @@ def table(labels: Mapping[str, str], paper: Mapping[int, Mapping[str, Pair]]) ->
     return table
 
 
-def beside_ours(pair: Pair | None, size: int, theirs: int) -> tuple[str, str]:
+def beside_ours(pair: Shown | None, size: int, theirs: int) -> tuple[str, str]:
     """The paper's numbers for a row of ours, with their size where it is another."""
     if pair is None:
         return ("", "")
-    valid, test = (show(value) + ("" if size == theirs else f" (D = {theirs})") for value in pair)
+    shown = (pair, pair) if isinstance(pair, str) else map(show, pair)
+    valid, test = (value + ("" if size == theirs else f" (D = {theirs})") for value in shown)
     return valid, test
 
 
@@ -133,9 +138,11 @@ def lower_in_all(results: Results, pairs: Sequence[tuple[str, str]], text: str, 
     return Claim(text, "; ".join(claim.ours for claim in ran), paper, every([claim.holds for claim in claims]))
 
 
-def entry(pair: Pair | None) -> dict[str, float] | None:
+def entry(pair: Shown | None) -> dict[str, Any] | None:
     """`Experiment.paper` of a pair of perplexities."""
-    return None if pair is None else dict(zip(SPLITS, pair, strict=True))
+    if pair is None or isinstance(pair, str):
+        return None if pair is None else dict.fromkeys(SPLITS, pair)
+    return dict(zip(SPLITS, pair, strict=True))
 
 
 def best_of(results: Results, model: str, others: Sequence[str], text: str, paper: str) -> Claim:

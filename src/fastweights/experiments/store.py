@@ -2,6 +2,7 @@
 
     OUT/NAME/cells/SLUG.json    a cell, written as soon as it is trained
     OUT/NAME/results.json       every cell of one scale, assembled from them
+    OUT/corpora.json            what the corpora of older cells, by fingerprint, are scored on: `keep_corpus`
 
 A cell counts as known when its file, or an entry of a `results.json`, has its configuration, under any experiment: what
 was trained for one figure is not trained again for another. Cells of other scales, and of other data where an
@@ -93,11 +94,11 @@ class Store:
 
         Without `given`, those of `results.json` count where it is of this scale, or else those that most cells have.
         """
-        chosen = []
+        chosen, corpora = [], self.corpora()
         for record in self.known(experiment.name).values():
             cell = experiment.own(record) if record.config["scale"] == scale else None
             if cell is not None:
-                chosen.append(_with_paper(record, cell.paper))
+                chosen.append(_completed(record, cell.paper, corpora))
         found = [_key(given_of(record.config, experiment.given)) for record in chosen]
         assembled = self.assembled(experiment.name)
         if given is None and assembled is not None and assembled.scale == scale and _key(assembled.given) in found:
@@ -108,6 +109,30 @@ class Store:
         models = list(experiment.models)
         order = lambda r: (models.index(r.config["model"]), r.config["size"], r.config["seed"])  # noqa: E731
         return sorted(chosen, key=order)
+
+    def corpora(self) -> dict[str, Any]:
+        """The corpora that are known by their fingerprints; BadInput when the file is broken."""
+        path = self.out / "corpora.json"
+        try:
+            found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+            _ = [corpus["sets"].items() for corpus in found.values()]
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise BadInput(f"{path} is not a list of corpora ({_reason(error)}); move it away") from None
+        return found
+
+    def keep_corpus(self, folder: Path) -> None:
+        """Keep what is scored with the corpus in `folder`, for cells of it that do not say so themselves."""
+        from fastweights.data.manifest import DataError, fingerprint, finished, layout, read_manifest, sets
+
+        manifest = read_manifest(folder)
+        manifest = finished(folder, layout(manifest) if manifest else "stream", verify=True)
+        if not sets(manifest):
+            raise DataError(f"{folder} does not name its validation and test set; prepare it again with --force")
+        mark, records = fingerprint(manifest), self.known_anywhere().values()
+        if all(record.config.get("corpus", {}).get("fingerprint") != mark for record in records):
+            raise BadInput(f"no result in {self.out} was made with the corpus in {folder} ({manifest['name']}, {mark})")
+        found = self.corpora() | {mark: {"name": manifest["name"], "sets": sets(manifest)}}
+        write_atomically(self.out / "corpora.json", (json.dumps(found, indent=1, sort_keys=True) + "\n").encode())
 
     def current(self, experiment: Experiment) -> tuple[str | None, list[Record]]:
         """The scale and the records to show: the experiment's cells, or else what an older `results.json` kept."""
@@ -205,8 +230,11 @@ def _record(entry: Any) -> Record:
     return Record(paper=entry.get("paper"), **{name: entry[name] for name in _ENTRY})
 
 
-def _with_paper(record: Record, paper: Any) -> Record:
-    return _record({**_entry(record), "paper": paper})
+def _completed(record: Record, paper: Any, corpora: Mapping[str, Any]) -> Record:
+    """The record with the paper's values of today, and with what it was scored on where only the corpus says it."""
+    corpus = corpora.get(record.config.get("corpus", {}).get("fingerprint"))
+    told = {"sets": corpus["sets"]} if corpus and not record.metrics.get("sets") else {}
+    return _record({**_entry(record), "paper": paper, "metrics": {**record.metrics, **told}})
 
 
 def _dump(value: Any) -> str:

@@ -216,6 +216,11 @@ def _learned(value: float | None) -> str:
     return "" if value is None else "yes" if value >= ENOUGH else "no"
 
 
+def protocol(scale: str, model: str, size: int, seed: int, **given: Any) -> Mapping[str, Any]:
+    """The cell of the paper, which has one size."""
+    return configure(SCALES)(scale, model, SIZE, seed, **given)
+
+
 def paper(config: Mapping[str, Any]) -> dict[str, float]:
     """The paper's BLEU on WMT14 with D = 1024, whatever this cell learned from."""
     return dict(zip(SPLITS, PAPER[config["model"]], strict=True))
@@ -229,6 +234,7 @@ EXPERIMENT = Experiment(
     models=LABELS,
     scales=SCALES,
     configure=configure(SCALES),
+    protocol=protocol,
     run=run,
     claims=claims,
     plot=Plot(kind="learning", x_label="training steps", y_label="validation BLEU"),
@@ -239,6 +245,6 @@ EXPERIMENT = Experiment(
     fields=settings,
     needs=("lightning", "sacrebleu", "tokenizers"),
     text="WMT14 en-de",
-    measure="BLEU of models trained",
+    measure="BLEU",
     size_name="D",
 )

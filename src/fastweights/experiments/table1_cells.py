@@ -204,6 +204,7 @@ def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: st
     """BLEU of the best checkpoint on valid, and on test where there is one. Each is kept as soon as it is known."""
     import torch
 
+    from fastweights.data.manifest import sets
     from fastweights.files import write_atomically
     from fastweights.training.translation_run import TranslationRun, keep_tokenizer
 
@@ -214,6 +215,7 @@ def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: st
     corpus = corpus_of(config, data)
     keep_tokenizer(folder, corpus)
     found: dict[str, Any] = {"parameters": model.n_parameters, "best_step": checkpoint.step}
+    found["sets"] = sets(corpus.manifest)
     samples: list[Any] = []
     for split in (split for split in SPLITS if split in corpus.splits):
         path = folder / "eval" / f"{split}-table1.json"

@@ -22,6 +22,7 @@ from fastweights.experiments.base import NOT_RUN, Claim, Results, Table
 from fastweights.experiments.perplexity import (
     PAPER_HEADER,
     Pair,
+    Shown,
     beside_ours,
     entry,
     is_lower,
@@ -36,6 +37,7 @@ from fastweights.experiments.text import SPLITS
 LIMITED = {"linear": table2.PAPER[256]["linear"], "delta-nopos": table3.PAPER["delta-nopos"]}
 PAPER: dict[str, Pair] = {"delta-carried": (27.8, 29.4), "xl": (24.6, 25.5)}
 PAPER_BROKEN = {"linear-carried": "> 260", "linear-carried-nonorm": "> 1600"}
+SHOWN: dict[str, Shown] = {**PAPER, **LIMITED, **PAPER_BROKEN}
 PAPER_XL: dict[int, Pair] = {15: (65.7, 65.5), 64: (29.3, 30.1), 128: (26.4, 27.4), 384: (24.6, 25.5)}
 LABELS = {
     **language.labels("linear-carried", "linear-carried-nonorm", "delta-carried", "xl"),
@@ -166,10 +168,8 @@ def table(results: Results) -> Table:
 
 def _theirs(model: str, number: int, size: int) -> tuple[str, str]:
     """The paper's numbers; those of Transformer-XL by the order of its memories."""
-    if model in PAPER_BROKEN:
-        return PAPER_BROKEN[model], PAPER_BROKEN[model]
     if model != "xl":
-        return beside_ours({**PAPER, **LIMITED}.get(model), size, 256)
+        return beside_ours(SHOWN.get(model), size, 256)
     memory, pair = list(PAPER_XL.items())[number] if number < len(PAPER_XL) else (0, None)
     valid, test = beside_ours(pair, 256, 256)
     return (valid, test) if size == 256 else (f"{valid} (memory {memory})", f"{test} (memory {memory})")
@@ -187,9 +187,7 @@ def show_found(found: Mapping[str, Any], split: str) -> str:
 def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if config["size"] != 256:
         return None
-    if config["model"] in PAPER_BROKEN:
-        return dict.fromkeys(SPLITS, PAPER_BROKEN[config["model"]])
-    found: dict[str, Any] | None = entry({**PAPER, **LIMITED}.get(config["model"]))
+    found = entry(SHOWN.get(config["model"]))
     if config["model"] != "xl":
         return found
     return {**(found or {}), "memories": {str(memory): pair for memory, pair in PAPER_XL.items()}}

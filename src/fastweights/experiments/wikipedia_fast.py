@@ -11,7 +11,7 @@ from fastweights.experiments import language, perplexity, wikipedia
 
 FULL = replace(wikipedia.FULL, presets={128: "small-fast"})
 NOTE = (
-    "The recipe is not the paper's but `small-fast`, the same for every model and chosen by short trainings of the "
+    "The recipe is not the paper's but small-fast, the same for every model and chosen by short trainings of the "
     f"Delta Network and their validation perplexity: test is the cleaner column. {wikipedia.NOTE}"
 )
 SMALL_NOTE = "At this scale the recipe is that of all tables."
@@ -24,5 +24,6 @@ EXPERIMENT = language.experiment(
     models=wikipedia.LABELS,
     scales=language.scales((128,), wikipedia.COSTS, FULL, NOTE, SMALL_NOTE),
     claims=wikipedia.claims,
+    paper=wikipedia.paper,
     table=perplexity.table(wikipedia.LABELS, wikipedia.PAPER),
 )

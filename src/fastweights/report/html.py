@@ -9,6 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from fastweights.experiments.base import SCALES, Claim, Table
+from fastweights.experiments.protocol import departures
 from fastweights.report.tables import format_seconds, losses, tally
 
 if TYPE_CHECKING:
@@ -70,6 +71,14 @@ dd { margin: 0; overflow-wrap: anywhere; }
   .claims td[data-label]::before { content: attr(data-label) ": "; color: var(--soft); }
 }
 """
+
+
+# What a plot of that kind shows, where the numbers of the table are others.
+_DRAWN = {
+    "scatter": "{loss} evaluation loss",
+    "perplexity": "validations during training, segment by segment, not as the table is scored",
+    "learning": "validations during training, not as the table is scored",
+}
 
 
 def page(chapters: Sequence[Chapter]) -> str:
@@ -152,12 +161,18 @@ def _table(chapter: Chapter) -> str:
 
 def _trained_on(chapter: Chapter) -> str:
     """Which text the numbers are of; the paper's are never compared with ours without it."""
-    corpora = [record.config["corpus"]["name"] for record in chapter.results.records if "corpus" in record.config]
-    theirs = chapter.experiment.text
+    records, theirs = chapter.results.records, chapter.experiment.text
+    corpora = [record.config["corpus"]["name"] for record in records if "corpus" in record.config]
     if not corpora:
         return ""
     ours = ", ".join(dict.fromkeys(corpora))
-    return f"{chapter.experiment.measure} on {ours}" + (f"; the paper's are on {theirs}." if ours != theirs else ".")
+    # A training that diverged was not scored.
+    sets: Mapping[str, str] = next((record.metrics["sets"] for record in records if record.metrics.get("sets")), {})
+    names = {"valid": "validation set", "test": "test set"}
+    scored = [f"{what} {sets[split]}" for split, what in names.items() if split in sets]
+    text = f"{chapter.experiment.measure} of models trained on {ours}"
+    text += f"; {', '.join(scored)}." if scored else ", scored on the validation and test set it was prepared with."
+    return text + (f" The paper's are trained and scored on {theirs}." if ours != theirs else "")
 
 
 def _numbers(table: Table) -> str:
@@ -177,7 +192,7 @@ def _figure(chapter: Chapter) -> str:
     axes = f" of {plot.y_label} over {plot.x_label}" if plot.y_label else f" of {plot.x_label}"
     axes = "" if plot.kind == "surfaces" else axes
     alt = f"{drawn}{axes} for {models}. {verdicts}."
-    kind = f"{results.loss.split('_')[0]} evaluation loss" if plot.kind == "scatter" else ""
+    kind = _DRAWN.get(plot.kind, "").format(loss=results.loss.split("_")[0])
     seeds = len({record.config["seed"] for record in results.records})
     spread = f"mean and range over {seeds} seeds" if seeds > 1 else ""
     caption = "; ".join(part for part in (experiment.title, f"scale {chapter.scale}", kind, spread) if part)
@@ -222,7 +237,7 @@ def _how(chapter: Chapter, scale: str) -> str:
     versions = [", ".join(f"{name} {number}" for name, number in record.versions.items()) for record in records]
     entries = {
         "command": f"<code>{escape(command)}</code>",
-        "scale": escape(f"{scale}: {SCALES[scale]}"),
+        "scale": escape(f"{scale}: {_protocol(chapter, scale)}"),
         "cells": f"{len(records)} ({planned} planned at this scale)",
         "seeds": ", ".join(map(str, seeds)),
         "text": _distinct([f"{name} ({_words(c)}, {c['fingerprint']})" for name, c in corpora.items()]),
@@ -233,6 +248,24 @@ def _how(chapter: Chapter, scale: str) -> str:
     }
     items = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in entries.items() if value)
     return f"<details><summary>How it was run</summary><dl>{items}</dl></details>"
+
+
+def _protocol(chapter: Chapter, scale: str) -> str:
+    """What the scale stands for, and where it stands for the paper's protocol, in what these cells depart from it."""
+    if scale not in ("paper", "code"):
+        return SCALES[scale]
+    try:
+        found = departures(chapter.experiment, chapter.results.records)
+    except (ValueError, KeyError):
+        return f"{SCALES[scale]}, in an older configuration that cannot be compared with it"
+    shown = [f"{name} {_values(ours)} ({_values(theirs)})" for name, (ours, theirs) in found.items()]
+    return SCALES[scale] + (f", except (its own in brackets): {', '.join(shown)}" if shown else "")
+
+
+def _values(values: Sequence[Any]) -> str:
+    return " or ".join(
+        value if isinstance(value, str) else "none" if value is None else json.dumps(value) for value in values
+    )
 
 
 def _words(corpus: Mapping[str, Any]) -> str:
