@@ -1,7 +1,10 @@
 """What every test stands on: one thread, fixed seeds, and NaN in all memory that nobody wrote."""
 
+import errno
+
 import pytest
 import torch
+import typer
 from hypothesis import settings
 
 settings.register_profile("fastweights", deadline=None, derandomize=True, print_blob=True)
@@ -17,3 +20,16 @@ def _surroundings(monkeypatch):
     monkeypatch.delenv("FASTWEIGHTS_BACKEND", raising=False)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def closed_stdout(monkeypatch):
+    """Whoever prints a line finds that nobody reads it, as after `| head -1`; errors and progress still arrive."""
+    echo = typer.echo
+
+    def closed(*arguments, err=False, **options):
+        if not err:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        echo(*arguments, err=err, **options)
+
+    monkeypatch.setattr(typer, "echo", closed)

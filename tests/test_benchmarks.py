@@ -1,6 +1,7 @@
 """Benchmarks measure the same function for every rival, and write down what they measured."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from typer.testing import CliRunner
 
 from fastweights.benchmarks import lm, lm_agreement, memory, retrieval, translation
 from fastweights.cli import app
+from fastweights.data.kinds import KINDS
 from fastweights.data.synthetic import training_batches
+from fastweights.models.translation_presets import PRESETS
 from fastweights.training.retrieval import Cell, RetrievalConfig
 from tests.training.small_text import small_corpus
 
@@ -46,8 +49,28 @@ def test_translation_writes_what_it_measured(tmp_path, monkeypatch):
         (length, attention) for length in (4, 64) for attention in ("softmax", "linear")
     ]
     assert all(row[name] > 0 for row in rows for name in ("train_tokens_per_s", "encode_ms", "step_ms"))
+    assert all(row["words"] == KINDS["numbers"].options["vocab"] for row in rows)
     bytes_of = {(row["source_length"], row["attention"]): row["state_bytes"] for row in rows}
     assert bytes_of[4, "linear"] == bytes_of[64, "linear"] and bytes_of[64, "softmax"] > bytes_of[4, "softmax"]
+
+
+@pytest.mark.parametrize("preset", ["big", "base"])
+def test_translation_is_measured_with_the_words_of_its_training(preset, monkeypatch):
+    monkeypatch.setitem(PRESETS, preset, partial(PRESETS[preset], d_model=8, n_heads=1, d_ff=8))
+    case = translation.Case("softmax", 4, preset, "cpu", False)
+    assert case.model.config.vocab_size == PRESETS[preset]().vocab_size == KINDS["wmt14"].options["vocab"] == 32_000
+
+
+@pytest.mark.parametrize("attention", translation.ATTENTIONS)
+def test_a_long_target_is_decoded_piece_by_piece(attention, monkeypatch):
+    monkeypatch.setattr(translation, "SIZES", {"cpu": (16, 2)})
+    case = translation.Case(attention, 9, "tiny", "cpu", False)
+    whole = case.step(case.far())
+    monkeypatch.setattr(translation, "PIECE", 4)
+    pieces = case.step(case.far())
+    for a, b in zip(whole.past.layers, pieces.past.layers, strict=True):
+        for name, tensor in a.tensors().items():
+            torch.testing.assert_close(b.tensors()[name], tensor)
 
 
 def test_the_memory_rivals_compute_the_same():

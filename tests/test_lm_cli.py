@@ -144,6 +144,12 @@ def test_a_stopped_evaluation_leaves_nothing(runs, monkeypatch):
     assert not list((runs / "delta").glob("eval/*L3*"))
 
 
+def test_an_evaluation_survives_a_reader_that_has_enough(runs, closed_stdout):
+    assert run("eval", "lm", runs / "delta", "--segment", "5").exit_code == 1
+    (path,) = (runs / "delta").glob("eval/*L5*")
+    assert json.loads(path.read_text())["ppl"] > 1
+
+
 def test_a_moved_corpus_is_asked_for(corpus, runs, tmp_path):
     shutil.copytree(runs / "delta", tmp_path / "run")
     shutil.copytree(corpus.folder, tmp_path / "corpus")

@@ -2,8 +2,11 @@
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -97,6 +100,21 @@ def test_eval_writes_what_it_prints(corpus, runs, options, tmp_path):
     assert {"commit", "hardware", "step", "corpus"} <= set(record)
 
 
+def test_eval_loses_no_file_to_a_reader_that_has_enough(corpus, runs, tmp_path, closed_stdout):
+    out = tmp_path / "found.txt"
+    assert run("eval", "mt", runs / "softmax", "--split", "test", "--beam", 2, "--out", out).exit_code == 1
+    record = json.loads((runs / "softmax" / "eval" / "test-beam2-penalty0.6-best.json").read_text())
+    assert len(out.read_text().splitlines()) == record["sentences"] == len(corpus.split("test"))
+
+
+def test_eval_loses_no_score_to_a_file_that_cannot_be_written(runs, tmp_path):
+    (tmp_path / "file").touch()
+    done = run("eval", "mt", runs / "softmax", "--split", "test", "--beam", 3, "--out", tmp_path / "file" / "found.txt")
+    path = runs / "softmax" / "eval" / "test-beam3-penalty0.6-best.json"
+    assert done.exit_code == 1 and "found.txt cannot be written" in done.stderr
+    assert f"BLEU {json.loads(path.read_text())['bleu']:.2f}" in done.stdout and f"Written to {path}" in done.stdout
+
+
 def test_translate_keeps_order_and_empty_lines(corpus, runs, tmp_path):
     lines = ["the cat", "", "a big house", "dogs"]
     model, _ = TranslationRun.open(runs / "softmax").load("best")
@@ -108,6 +126,11 @@ def test_translate_keeps_order_and_empty_lines(corpus, runs, tmp_path):
     several = run("translate", runs / "softmax", "--beam", "3", "--n-best", "2", input="the cat\n\ndogs\n").stdout
     rows = [line.split("\t") for line in several.splitlines()]
     assert [row[0] for row in rows] == ["1", "1", "3", "3"] and float(rows[0][1]) >= float(rows[1][1])
+
+
+def test_translate_names_the_line_that_is_not_text(runs):
+    done = run("translate", runs / "softmax", input=b"the cat\ndogs\n\xc3\n")
+    assert done.exit_code == 2 and "standard input is not UTF-8: 0xc3 in line 3" in done.stderr
 
 
 def test_translate_needs_no_corpus(runs, tmp_path):
@@ -177,15 +200,43 @@ def test_a_newcomer_needs_no_data(tmp_path, monkeypatch):
     assert len(run("translate", "runs/mt-tiny-linear", input="twenty-three\n").stdout.splitlines()) == 1
 
 
-@pytest.mark.slow
-def test_a_closed_pipe_is_no_error(runs):
+@contextmanager
+def translating(folder, *options):
+    """`fastweights translate` with pipes at all its ends."""
     code = "import sys; from fastweights.cli import app; sys.argv[0] = 'fastweights'; app()"
-    command = [sys.executable, "-c", code, "translate", str(runs / "softmax"), "--batch", "1", "--beam", "1"]
+    command = [sys.executable, "-c", code, "translate", str(folder), "--beam", "1", *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, **pipes, text=True, env=environment, cwd=Path(__file__).parents[1]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_is_no_error(runs):
+    with translating(runs / "softmax", "--batch", "1") as process:
         process.stdin.write("the cat\n" * 200)
         process.stdin.close()
         assert process.stdout.readline()
         process.stdout.close()
         assert process.wait(60) == 0 and "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["input", "interrupt"])
+def test_no_line_waits_for_another(runs, end):
+    """Each is translated before the next is written; then the input ends, or somebody presses Ctrl-C."""
+    with translating(runs / "softmax") as process:
+        for _ in range(2):
+            process.stdin.write("the cat\n")
+            process.stdin.flush()
+            assert select.select([process.stdout], [], [], 60)[0], "nothing came"
+            assert process.stdout.readline().endswith("\n")
+        if end == "input":
+            process.stdin.close()
+        else:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(60) == (0 if end == "input" else 130)
+        assert process.stdout.read() == "" and "Traceback" not in process.stderr.read()

@@ -45,20 +45,20 @@ def test_order_and_empty_lines_are_kept_whatever_the_batch(corpus, model):
 def test_a_stream_is_read_as_it_is_written(corpus, model):
     read = []
 
-    def lines():
-        for line in LINES:
-            read.append(line)
-            yield line
+    def groups():
+        for start in (0, 3):
+            read.extend(LINES[start : start + 3])
+            yield LINES[start : start + 3]
 
     search = Search(beam=3, n_best=2, max_length=6)
     whole = n_best(model, corpus.tokenizer, LINES, search)
     assert [len(found) for found in whole] == [2, 0, 2, 2, 0, 2]
     assert all(first.score >= second.score for first, second in filter(None, whole))
     found = []
-    for part in stream(model, corpus.tokenizer, lines(), search, batch=2, window=3):
+    for part in stream(model, corpus.tokenizer, groups(), search, batch=2):
         found.append(part)
         assert len(read) == -(-len(found) // 3) * 3
-    assert texts(found) == texts(whole) == texts(stream(model, corpus.tokenizer, LINES, search))
+    assert texts(found) == texts(whole) == texts(stream(model, corpus.tokenizer, [LINES], search))
 
 
 def test_no_translation_has_a_line_of_its_own(corpus, model):

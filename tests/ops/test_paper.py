@@ -105,6 +105,14 @@ def test_linear_attention_is_quadratic_attention_with_phi(phi, S):
     torch.testing.assert_close(plain, torch.einsum("bhij,bjhm->bihm", weights, v))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("normalization", ["attention", None])
+def test_linear_attention_reads_zero_where_there_is_no_key(dtype, normalization):
+    q, k, v = (torch.rand(2, n, 1, 3, dtype=dtype) for n in (5, 0, 0))
+    for mask in (None, torch.ones(2, 0, dtype=torch.bool)):
+        assert torch.equal(fw.linear_attention(q, k, v, mask, normalization=normalization), torch.zeros_like(q))
+
+
 @pytest.mark.parametrize("S", [1, 4])
 def test_linear_attention_reads_zero_where_every_key_is_padding(S):
     q, k, v = (torch.rand(2, S, 1, 3, requires_grad=True) for _ in range(3))

@@ -124,3 +124,12 @@ def test_a_value_that_stands_out_does_not_cost_those_before_it_their_digits(T, h
 def test_linear_attention_keeps_its_digits_where_values_have_a_mean(dtype, D, S, mean):
     """With weights, and with a memory: off by no more than a few roundings of the result, in y and every gradient."""
     assert all(error < 1e-2 for error in linear_attention_errors(dtype, D, S, mean))
+
+
+@pytest.mark.parametrize("S", [20, 500])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_a_value_that_no_query_finds_costs_linear_attention_no_digits(dtype, S):
+    q, k, v = torch.rand(1, 5, 2, 64), torch.rand(1, S, 2, 64), torch.randn(1, S, 2, 64)
+    k[:, -1], v[:, -1] = 0, 6e4
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    torch.testing.assert_close(fw.linear_attention(q, k, v), fw.linear_attention(q, k[:, :-1], v[:, :-1]))

@@ -11,7 +11,7 @@ import typer
 
 from fastweights.commands.device import pick_device
 from fastweights.commands.evaluate_mt import mt
-from fastweights.commands.results import counting, provenance_of, run_errors, write_result
+from fastweights.commands.results import as_json, counting, leave, provenance_of, run_errors
 from fastweights.commands.training_options import say
 
 if TYPE_CHECKING:
@@ -101,8 +101,13 @@ def lm(
         about["state_size"] = model.state_size(how.segment)
     kind = source.folder.name.split("-")[0]
     path = run / "eval" / f"{split}-{how.slug}-{'best' if kind == 'best' else 'last'}.json"
-    _print(found, wall, corpus.vocabulary.kind)
-    write_result(path, {**about, **_numbers(found, wall), **provenance_of(device)})
+    record = {**about, **_numbers(found, wall), **provenance_of(device)}
+    what = "byte" if corpus.vocabulary.kind == "bytes" else "word"
+    leave(
+        {path: as_json(record)},
+        f"perplexity {found.ppl:.3f}, {found.bits:.4f} bits per {what}",
+        f"{found.tokens:,} tokens scored in {wall:.1f} s, {found.tokens / wall:,.0f} tokens/s",
+    )
 
 
 def _numbers(found: Perplexity, wall: float) -> dict[str, Any]:
@@ -110,9 +115,3 @@ def _numbers(found: Perplexity, wall: float) -> dict[str, Any]:
     # JSON has no NaN and no infinity.
     plain = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
     return {**plain, "tokens": found.tokens, "wall_s": wall, "tokens_per_s": found.tokens / wall}
-
-
-def _print(found: Perplexity, wall: float, kind: str) -> None:
-    what = "byte" if kind == "bytes" else "word"
-    typer.echo(f"perplexity {found.ppl:.3f}, {found.bits:.4f} bits per {what}")
-    typer.echo(f"{found.tokens:,} tokens scored in {wall:.1f} s, {found.tokens / wall:,.0f} tokens/s")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fastweights.commands.device import pick_device
-from fastweights.commands.results import counting, provenance_of, run_errors, write_result
+from fastweights.commands.results import as_json, counting, leave, provenance_of, run_errors
 from fastweights.commands.training_options import say
 
 # Sentences kept in the JSON file beside the score.
@@ -63,10 +63,6 @@ def mt(
         raise typer.Exit(130) from None
     wall = time.monotonic() - start
     score = bleu(found, pairs.targets)
-    typer.echo(f"BLEU {score.score:.2f}  ({score.signature})")
-    typer.echo(f"{len(found):,} sentences in {wall:.1f} s, {len(found) / wall:.1f} a second")
-    if out is not None:
-        _write_lines(out, found)
     samples = list(zip(pairs.sources[:SAMPLES], found[:SAMPLES], pairs.targets[:SAMPLES], strict=True))
     record = {
         "run": str(run),
@@ -85,15 +81,10 @@ def mt(
         **provenance_of(device),
     }
     kind = "best" if source.folder.name.startswith("best") else "last"
-    write_result(run / "eval" / f"{split}-beam{beam}-penalty{length_penalty:g}-{kind}.json", record)
-
-
-def _write_lines(path: Path, lines: list[str]) -> None:
-    from fastweights.files import write_atomically
-
-    try:
-        write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
-    except OSError as error:
-        say(f"Error: {path} cannot be written: {error.strerror}")
-        raise typer.Exit(1) from None
-    typer.echo(f"Translations written to {path}")
+    path = run / "eval" / f"{split}-beam{beam}-penalty{length_penalty:g}-{kind}.json"
+    translations = {} if out is None else {out: "".join(f"{line}\n" for line in found)}
+    leave(
+        {path: as_json(record), **translations},
+        f"BLEU {score.score:.2f}  ({score.signature})",
+        f"{len(found):,} sentences in {wall:.1f} s, {len(found) / wall:.1f} a second",
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,29 @@ def provenance_of(device: str) -> dict[str, Any]:
     return {**about, "versions": provenance.versions()}
 
 
-def write_result(path: Path, record: dict[str, Any]) -> None:
-    """Leave the record as JSON and say where."""
+def leave(files: Mapping[Path, str], *lines: str) -> None:
+    """Write files, then print lines and where the files are: a reader that closes the pipe early costs no file.
+
+    A file that cannot be written costs nothing else; it ends the command with exit code 1 after all the rest.
+    """
     from fastweights.files import write_atomically
 
-    try:
-        write_atomically(path, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
-    except OSError as error:
-        say(f"Error: {path} cannot be written: {error.strerror}")
-        raise typer.Exit(1) from None
-    typer.echo(f"Written to {path}")
+    written = []
+    for path, text in files.items():
+        try:
+            write_atomically(path, text.encode())
+            written.append(path)
+        except OSError as error:
+            say(f"Error: {path} cannot be written: {error.strerror}")
+    for line in (*lines, *(f"Written to {path}" for path in written)):
+        typer.echo(line)
+    if len(written) < len(files):
+        raise typer.Exit(1)
+
+
+def as_json(record: dict[str, Any]) -> str:
+    """The text of a record's file."""
+    return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
 
 
 @contextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import typer
 
 from fastweights.commands.device import pick_device
+from fastweights.commands.lines import waiting_lines
 from fastweights.commands.results import run_errors
 
 
@@ -28,7 +28,7 @@ def translate(
 ) -> None:
     """Translate standard input, line by line, to standard output: as many lines, in their order, empty ones too.
 
-    Lines are read and translated in groups, so that those of like length go together; from a terminal one at a time.
+    Lines that are waiting are translated together, so that those of like length meet; nobody waits for lines to come.
     """
     with run_errors():
         from fastweights.inference import translate as translation
@@ -44,24 +44,21 @@ def translate(
         opened = TranslationRun.open(run)
         tokenizer = opened.tokenizer()
         model, _ = opened.load(checkpoint, device)
-    window = 1 if sys.stdin.isatty() else None
     try:
         with run_errors():
-            groups = translation.stream(model, tokenizer, _lines(sys.stdin), search, batch=batch, window=window)
-            for number, found in enumerate(groups, 1):
+            groups = waiting_lines(sys.stdin.buffer, "standard input")
+            translations = translation.stream(model, tokenizer, groups, search, batch=batch)
+            for number, found in enumerate(translations, 1):
                 if n_best == 1:
-                    sys.stdout.write(f"{found[0].text if found else ''}\n")
-                for translated in found if n_best > 1 else []:
-                    sys.stdout.write(f"{number}\t{translated.score:.4f}\t{translated.text}\n")
-                sys.stdout.flush()
+                    text = f"{found[0].text if found else ''}\n"
+                else:
+                    text = "".join(f"{number}\t{best.score:.4f}\t{best.text}\n" for best in found)
+                # As UTF-8, which is how lines are read, whatever the terminal has.
+                sys.stdout.buffer.write(text.encode())
+                sys.stdout.buffer.flush()
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:
         # The reader, such as `head`, has enough. Python would complain once more when it closes stdout at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit from None
-
-
-def _lines(file: TextIO) -> Iterator[str]:
-    for line in file:
-        yield line.rstrip("\n")

@@ -153,14 +153,20 @@ def _lines(path: Path, progress: Progress) -> Iterator[str]:
         try:
             # Only \n ends a line: other signs that Python takes for ends stand inside lines of the crawled corpora.
             for number, line in enumerate(_unpacked(raw, path), start=1):
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                yield decode_line(line, number, path)
                 if number % 4096 == 0:
                     progress(raw.tell() / size)
-        except UnicodeDecodeError as error:
-            wrong = error.object[error.start]
-            raise DataError(f"{path} is not UTF-8: 0x{wrong:02x} in line {number:,}: {error.reason}") from None
         except _DAMAGE as error:
             raise DataError(f"{path} is damaged or cut short after line {number:,} ({error})") from None
+
+
+def decode_line(line: bytes, number: int, name: object) -> str:
+    """The text of a line, without white space at its ends; the first may begin with a byte order mark."""
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+    except UnicodeDecodeError as error:
+        wrong = error.object[error.start]
+        raise DataError(f"{name} is not UTF-8: 0x{wrong:02x} in line {number:,}: {error.reason}") from None
 
 
 def _segments(path: Path) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -16,8 +15,6 @@ from fastweights.models.translation import TranslationModel
 # Beams, and tokens of source with their padding, that are searched at once where nobody says: a GPU takes a thousand
 # rows in little more time than a few, and the features of a token may be ten thousand numbers.
 AT_ONCE = {"cpu": (256, 8_192), "cuda": (1024, 32_768)}
-# Lines that are sorted by length together when they come as a stream.
-WINDOW = 1024
 
 Report = Callable[[int, int], None]
 
@@ -94,17 +91,15 @@ def n_best(
 def stream(
     model: TranslationModel,
     tokenizer: Tokenizer,
-    lines: Iterable[str],
+    groups: Iterable[Sequence[str]],
     search: Search,
     *,
     batch: int | None = None,
-    window: int | None = None,
     device: str | torch.device | None = None,
 ) -> Iterator[list[Translation]]:
-    """As `n_best` for lines without end, in their order: `window` at a time, or so many that lengths can be sorted."""
-    source = iter(lines)
-    while read := list(islice(source, window or WINDOW)):
-        yield from n_best(model, tokenizer, read, search, batch=batch, device=device)
+    """As `n_best` for lines without end, in their order: each group is translated before the next is asked for."""
+    for lines in groups:
+        yield from n_best(model, tokenizer, lines, search, batch=batch, device=device)
 
 
 def lines_at_once(device: torch.device, beam: int, longest: int) -> int:

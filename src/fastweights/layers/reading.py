@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fastweights import feature_maps
 from fastweights.layers.checks import check_dropout, check_input, head_size
-from fastweights.layers.padding import check_state
+from fastweights.layers.padding import PaddedState, check_state
 from fastweights.layers.softmax import KeyValueState
 from fastweights.ops.linear_attention import linear_attention, read_memory, write_memory
 from fastweights.ops.state import FastWeightState, State
@@ -99,8 +99,11 @@ class SoftmaxReading(Reading):
 
 
 @dataclass(eq=False)
-class MappedState(KeyValueState):
+class MappedState(PaddedState):
     """phi(k) and v of every token, from which W and z follow: what the way back needs anyway."""
+
+    k: Tensor
+    v: Tensor
 
 
 class FastWeightReading(Reading):

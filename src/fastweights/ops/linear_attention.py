@@ -43,19 +43,23 @@ def linear_attention(
         Q, K, V = (x.to(wide if dtype == torch.float16 else dtype).transpose(1, 2) for x in (q, k, v))
         if normalization is None:
             return _product(Q, K, V)[0].transpose(1, 2).to(dtype)
-        # The gradient of a query is the difference of W g and z (g·y), and 16 bits of each leave little of it where
-        # values are nearly the same. As weights sum to 1, what is left out is added again to y, and no gradient goes
-        # through it.
-        rest, common = _without_mean(V, None if mask is None else mask[:, None, :, None])
-        y, total = _product(Q, K, rest)
-        y = safe_divide(y.to(wide), total) + common * safe_divide(total.detach(), total.detach())
+        common = None
+        if V.element_size() <= 2:
+            # The gradient of a query is the difference of W g and z (g·y), and 16 bits of each leave little of it where
+            # values are nearly the same. As weights sum to 1, what is left out is added again to y, and no gradient
+            # goes through it. Wider products keep enough, and the digits of small values beside a large one.
+            V, common = _without_mean(V, None if mask is None else mask[:, None, :, None])
+        y, total = _product(Q, K, V)
+        y = safe_divide(y.to(wide), total)
+        if common is not None:
+            y = y + common * safe_divide(total.detach(), total.detach())
         return y.transpose(1, 2).to(dtype)
 
 
 def _without_mean(V: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """V (B, H, S, M) without most of what its rows have in common, and that (B, H, 1, M), in float32 at least."""
     exact = V.detach().to(torch.promote_types(V.dtype, torch.float32))
-    count = V.shape[2] if mask is None else mask.sum(2, keepdim=True).clamp(min=1)
+    count = max(V.shape[2], 1) if mask is None else mask.sum(2, keepdim=True).clamp(min=1)
     rest = (V - exact.sum(2, keepdim=True) / count).to(V.dtype)
     if mask is not None:
         rest = rest.masked_fill(~mask, 0)
