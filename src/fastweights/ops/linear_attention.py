@@ -70,8 +70,8 @@ def _without_mean(V: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 def _product(Q: Tensor, K: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
     """Q K^T V (B, H, T, M), and the sums of the rows of Q K^T (B, H, T, 1), these in float32 at least."""
     wide = torch.promote_types(Q.dtype, torch.float32)
-    (S, D), M = K.shape[-2:], V.shape[-1]
-    if S * (D + M) <= D * M:
+    T, (S, D), M = Q.shape[-2], K.shape[-2:], V.shape[-1]
+    if T * S * (D + M) <= (T + S) * D * M:
         weights = Q @ K.mT
         return weights @ V, weights.sum(-1, keepdim=True, dtype=wide)
     return Q @ (K.mT @ V), Q.to(wide) @ K.sum(-2, dtype=wide).unsqueeze(-1)
