@@ -194,21 +194,25 @@ def test_auto_goes_past_wrong_kernels(checked, monkeypatch):
         select(a_problem(), "triton")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("most", [None, 3])
 @pytest.mark.parametrize("normalization", [None, "attention"])
 @pytest.mark.parametrize("rule", FAMILY)
-def test_it_checks_what_the_rule_runs(rule, normalization):
+def test_it_checks_what_the_rule_runs(rule, normalization, most, dtype):
     """`family.parts` says what `family.run` does."""
-    call = random_call(rule, normalization, T=3)
-    problem = Problem(RULES[rule], call.q, call.k, call.v, call.gates, *call.state)
+    call = random_call(rule, normalization, T=3, M=3).to(dtype)
+    problem = Problem(RULES[rule], call.q, call.k, call.v, call.gates, *(x.float() for x in call.state))
     seen = []
 
     def recurrence(q, k, v, a, e, w, W, cu_seqlens, dtype):
         tied = e is not None and e is w
-        seen.append((v.shape[-1], a is not None, e is not None, w is not None and not tied, tied))
+        assert q.dtype == k.dtype == v.dtype
+        seen.append((k.dtype, v.shape[-1], a is not None, e is not None, w is not None and not tied, tied))
         return v.new_zeros(v.shape), W
 
-    family.run(problem, recurrence)
-    assert seen == family.parts(problem)
+    family.run(problem, recurrence, most)
+    assert seen == family.parts(problem, most)
+    assert most is None or all(most >= part.M for part in family.parts(problem, most))
 
 
 def test_the_table_holds_no_row_that_is_known_to_be_miscompiled():
@@ -231,6 +235,8 @@ def test_few_walks_go_in_groups():
     many, few, one = (configuration(64, 64, torch.bfloat16, walks, LONG) for walks in (FEW + 1, FEW, 1))
     assert one.groups > few.groups > many.groups == 0
     assert configuration(64, 64, torch.bfloat16, 1, LONG - 1) == many
+    assert configuration(128, 128, torch.bfloat16, FEW // 2, LONG).groups >= 8
+    assert configuration(128, 128, torch.bfloat16, FEW // 2 + 1, LONG).groups == 0
     assert configuration(256, 64, torch.bfloat16, 1, LONG).groups == 0
     kinds = list(self_check.shipped())
     assert len(set(kinds)) == len(kinds)

@@ -95,6 +95,23 @@ def test_what_comes_twice_in_a_row_is_recorded(captured):
     assert len(captured) == 1 and len(how) == 30
 
 
+def test_rehearsals_have_the_inputs_of_the_recording(captured):
+    """Else the compiler, which goes by how tensors are laid out, would compile in the middle of the recording."""
+    seen = []
+
+    def update(batches, carry, compiled):
+        seen.append([(x.data_ptr(), x.stride()) for x in tensors_of((batches, carry)) if compiled])
+        # Laid out in another way than it came.
+        return carry.mT.contiguous().mT + 1
+
+    recorder, carry, text = Recorder(update, CPU), torch.zeros(3, 4), torch.arange(200).view(2, 100)
+    for step in range(REHEARSALS + 4):
+        _, carry = recorder([TinyBatch(*[text[:, step : step + 3]] * 2, False, False)], carry)
+    assert (carry == REHEARSALS + 4).all() and len(captured) == 1
+    # Those after the first two, of which the state of the first is laid out as a row.
+    assert len({str(places) for places in seen if places}) == 1
+
+
 def test_updates_that_are_never_alike_are_refused(captured):
     recorder = Recorder(lambda batches, carry, compiled: None, CPU)
     with pytest.raises(ValueError, match="train without graph"):

@@ -34,8 +34,8 @@ def every_kind() -> Iterator[AnyKind]:
                 if rule.coefficients is None:
                     continue
                 gates = dict.fromkeys(rule.gates, x[..., 0])
-                ((_, decay, erase, write, tied),) = family.parts(Problem(rule, x, x, x, gates, x))
-                seen.add(Kind(dtype, D, M, decay, erase, write, tied, False, config))
+                (part,) = family.parts(Problem(rule, x, x, x, gates, x))
+                seen.add(Kind(dtype, D, M, *part[2:], False, config))
     shipped = list(self_check.shipped())
     yield from shipped
     yield from (kind for kind in sorted(seen, key=str) if kind not in shipped)

@@ -10,7 +10,7 @@ a_t z_{t-1}·k_t for the read-back. Both are the same recurrence with a single v
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ class Recurrence(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-def run(problem: Problem, recurrence: Recurrence) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y, final W and z of a rule of the family."""
+def run(problem: Problem, recurrence: Recurrence, most: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y, final W and z of a rule of the family; `most` is how many values a recurrence can have."""
     q, k, v, W, z, packed = problem.q, problem.k, problem.v, problem.W, problem.z, problem.cu_seqlens
     a, e, w = coefficients(problem)
     if z is None:
@@ -54,19 +54,40 @@ def run(problem: Problem, recurrence: Recurrence) -> tuple[Tensor, Tensor, Tenso
         c = _common(v)
         if c is not None:
             v, W = (v - c).to(v.dtype), W - _outer(z, c)
-        # The accumulator is one more value column.
-        y, W = recurrence(q, k, torch.cat([v, one], -1), a, e, w, torch.cat([W, z[..., None]], -1), packed, wide)
-        y, total = y[..., :-1], y[..., -1:]
-        W, z = W[..., :-1], W[..., -1]
+        if most == v.shape[-1]:
+            y, W = recurrence(q, k, v, a, e, w, W, packed, wide)
+            total, Z = recurrence(q, k, one, a, e, w, z[..., None], packed, wide)
+            z = Z[..., 0]
+        else:
+            # The accumulator is one more value column.
+            y, W = recurrence(q, k, torch.cat([v, one], -1), a, e, w, torch.cat([W, z[..., None]], -1), packed, wide)
+            y, total = y[..., :-1], y[..., -1:]
+            W, z = W[..., :-1], W[..., -1]
         if c is not None:
             y, W = y + total * c, W + _outer(z, c)
     else:
+        # What everything is divided by is computed from wide numbers: its errors would be those of all gradients.
+        q_, k_, one = (x.to(wide) for x in (q, k, one))
         # a_t z_{t-1} obeys the recurrence with each key one step late.
-        recalled, _ = recurrence(k, _late(k, packed), one, a, None, a, z[..., None], packed, wide)
-        total, z = recurrence(q, k, one, a, None, None, z[..., None], packed, wide)
+        recalled, _ = recurrence(k_, _late(k_, packed), one, a, None, a, z[..., None], packed, wide)
+        total, z = recurrence(q_, k_, one, a, None, None, z[..., None], packed, wide)
         z = z[..., 0]
         y, W = recurrence(q, k, v, a, safe_divide(e, recalled[..., 0]), w, W, packed, wide)
-    return safe_divide(y, total).to(q.dtype), W, z
+    return _divide(y, total, q.dtype), W, z
+
+
+def _divide(y: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
+    """y / total in `dtype`, with gradients that cancel as they should.
+
+    The gradient of a query is W g less z (g·y / total), with g = dy / total. Kernels for bfloat16 round g: the second
+    term has to be made of the same g, or what is left of two nearly equal terms is off by all of their rounding.
+    """
+    if dtype != torch.bfloat16:
+        return safe_divide(y, total).to(dtype)
+    ratio = safe_divide(y, total).detach()
+    # 0, but for its gradients, which pass through 16 bits: g, and -g·ratio.
+    rest = (y - ratio * total).to(dtype).to(y.dtype)
+    return (ratio + safe_divide(rest, total.detach())).to(dtype)
 
 
 # Values have something in common where their mean is at least so many times the root of their mean square. One that
@@ -137,18 +158,32 @@ def takes_logits(rule: Rule) -> bool:
     return all(c is None or isinstance(c, _Logit) for c in found)
 
 
-def parts(problem: Problem) -> list[tuple[int, bool, bool, bool, bool]]:
-    """Of each recurrence that `run` makes: how many values, whether a, e and w are there, and whether w is e."""
-    M, rule = problem.v.shape[-1], problem.rule
+class Part(NamedTuple):
+    """A recurrence: the dtype of keys, how many values, whether a, e and w are there, and whether w is e."""
+
+    dtype: torch.dtype
+    M: int
+    decay: bool
+    erase: bool
+    write: bool
+    tied: bool
+
+
+def parts(problem: Problem, most: int | None = None) -> list[Part]:
+    """The recurrences that `run` makes, in its order."""
+    dtype, M, rule = problem.q.dtype, problem.v.shape[-1], problem.rule
     assert rule.coefficients is not None
     a, e, w = rule.coefficients(**{name: torch.ones(()) for name in rule.gates})
     decay, erase, tied = a is not None or problem.starts is not None, e is not None, e is not None and e is w
     write = w is not None and not tied
     if problem.z is None:
-        return [(M, decay, erase, write, tied)]
+        return [Part(dtype, M, decay, erase, write, tied)]
     if e is None:
-        return [(M + 1, decay, False, write, False)]
-    return [(1, decay, False, decay, False), (1, decay, False, False, False), (M, decay, True, w is not None, False)]
+        sizes = (M, 1) if most == M else (M + 1,)
+        return [Part(dtype, size, decay, False, write, False) for size in sizes]
+    wide = problem.state_dtype
+    divisors = [Part(wide, 1, decay, False, decay, False), Part(wide, 1, decay, False, False, False)]
+    return [*divisors, Part(dtype, M, decay, True, w is not None, False)]
 
 
 def _late(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ on the device or known to the graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,10 +55,20 @@ def capture(work: Callable[[], Any], pool: Any) -> Callable[[], Any]:
     return replay
 
 
-class _Recording(NamedTuple):
-    replay: Callable[[], Any]
-    inputs: tuple[Any, Any]
+class _Inputs(NamedTuple):
+    """Batches and carried state of one kind, where the recording has them."""
+
+    batches: Any
+    carry: Any
     places: list[Tensor]
+
+    @classmethod
+    def like(cls, batches: Any, carry: Any) -> _Inputs:
+        batches, carry = map_tensors(torch.clone, (batches, carry))
+        return cls(batches, carry, tensors_of((batches, carry)))
+
+    def fill(self, batches: Any, carry: Any) -> None:
+        torch._foreach_copy_(self.places, tensors_of((batches, carry)))
 
 
 class Recorder:
@@ -69,7 +80,8 @@ class Recorder:
 
     def __init__(self, update: Update, device: torch.device) -> None:
         self.update = update
-        self._recordings: dict[Any, _Recording] = {}
+        self._inputs: dict[Any, _Inputs] = {}
+        self._recordings: dict[Any, Callable[[], Any]] = {}
         self._rehearsed: dict[Any, int] = {}
         self._last: Any = None
         self._count = 0
@@ -87,18 +99,18 @@ class Recorder:
             if not again or len(self._recordings) == MOST:
                 return carry, self._beside(batches, carry, compiled=False)
             self._rehearsed[kind] = self._rehearsed.get(kind, 0) + 1
+            if kind not in self._inputs:
+                self._inputs[kind] = _Inputs.like(batches, carry)
+            inputs = self._inputs[kind]
             if self._rehearsed[kind] <= REHEARSALS:
-                return carry, self._beside(batches, carry, compiled=True)
-            self._record(kind, batches, carry)
+                # On the very inputs of the recording: were they laid out otherwise, it would have to be compiled anew.
+                inputs.fill(batches, carry)
+                return carry, self._beside(inputs.batches, inputs.carry, compiled=True)
+            work = partial(self.update, inputs.batches, inputs.carry, True)
+            self._recordings[kind] = capture(work, self._pool)
         self._last = kind
-        recording = self._recordings[kind]
-        torch._foreach_copy_(recording.places, tensors_of((batches, carry)))
-        return recording.inputs[1], recording.replay()
-
-    def _record(self, kind: Any, batches: Any, carry: Any) -> None:
-        inputs = map_tensors(torch.clone, (batches, carry))
-        replay = capture(lambda: self.update(inputs[0], inputs[1], True), self._pool)
-        self._recordings[kind] = _Recording(replay, inputs, tensors_of(inputs))
+        self._inputs[kind].fill(batches, carry)
+        return self._inputs[kind].carry, self._recordings[kind]()
 
     def _beside(self, batches: Any, carry: Any, compiled: bool) -> Any:
         """An update on another stream than the usual one, as recording has it: autograd remembers the first it saw."""

@@ -76,7 +76,7 @@ def why_unfused(problem: Problem) -> str | None:
         return f"rule {rule.name!r} computes its coefficients from gates, not from their logits"
     if takes_step(problem):
         return None
-    if problem.z is not None and any(erase for _, _, erase, _, _ in family.parts(problem)):
+    if problem.z is not None and any(part.erase for part in family.parts(problem)):
         return f"attention normalisation of rule {rule.name!r} divides a gate by what the keys give"
     return None
 
@@ -86,8 +86,7 @@ def refuses(problem: Problem) -> str | None:
     q, (_, _, D, M) = problem.q, problem.W.shape
     if problem.rule.coefficients is None:
         return f"rule {problem.rule.name!r} is outside the family W = aW - e(aWk)k^T + w v k^T"
-    # The accumulator of attention normalisation may come in as one more value column.
-    if D > LARGEST_D or M + (problem.z is not None) > LARGEST_M:
+    if D > LARGEST_D or M > LARGEST_M:
         return f"keys may have up to {LARGEST_D} and values up to {LARGEST_M} features, got D = {D} and M = {M}"
     if interpreted():
         if q.device.type != "cpu":
@@ -119,9 +118,9 @@ def _unproven(problem: Problem) -> str | None:
         if one:
             kinds.append(StepKind.of_problem(problem))
         else:
-            for part in family.parts(problem):
-                config = configuration(D, part[0], q.dtype, walks, long, features)
-                kinds.append(Kind(q.dtype, q.shape[3], *part, packed, config, features))
+            for part in family.parts(problem, LARGEST_M):
+                config = configuration(D, part.M, part.dtype, walks, long, features)
+                kinds.append(Kind(part.dtype, q.shape[3], *part[1:], packed, config, features))
         reasons = (self_check.refusal(kind, H, q.device) for kind in kinds)
         _decided[key] = next((reason for reason in reasons if reason), None)
     return _decided[key]
@@ -131,7 +130,7 @@ def run(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     """y, W and z."""
     if takes_step(problem):
         return step(problem)
-    return family.run(problem, partial(recurrence, features=problem.features))
+    return family.run(problem, partial(recurrence, features=problem.features), LARGEST_M)
 
 
 BACKEND = Backend(
