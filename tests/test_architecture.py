@@ -17,6 +17,7 @@ SOURCE = ROOT / "src" / "fastweights"
 ORDER = [
     "files",
     "provenance",
+    "tree",
     "ops",
     "feature_maps",
     "layers",

@@ -6,7 +6,7 @@ import torch
 
 from fastweights.data.parallel import BOS, EOS, PAD, ParallelCorpus
 from fastweights.data.prepare import prepare
-from fastweights.training.tree import pack, to_device, unpack
+from fastweights.tree import pack, to_device, unpack
 from tests.data.pair_files import write_parallel
 
 

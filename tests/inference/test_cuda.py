@@ -1,10 +1,14 @@
-"""Recorded streams on a GPU: the same words as unrecorded ones, whatever is done between tokens."""
+"""Recorded streams and searches on a GPU: the same words as unrecorded ones, whatever is done between tokens."""
 
 import pytest
 import torch
 
+from fastweights.inference.beam import beam_search
+from fastweights.inference.recorded import RecordedDecoder, decoder
 from fastweights.inference.stream import Stream, open_reader
+from tests.inference.test_recorded import FAST
 from tests.inference.test_stream import CONSTANT, MODELS, text
+from tests.models.test_translation import V, make
 from tests.training.small_text import random_model
 
 pytestmark = [
@@ -49,3 +53,20 @@ def test_a_reader_on_a_gpu_is_recorded():
     assert reader._recorded is not None
     with pytest.raises(ValueError, match="needs fast weights on a GPU, got mixer 'softmax'"):
         Stream(model_on_gpu("transformer"), graph=True)
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.parametrize("kind", FAST)
+def test_a_recorded_search_finds_the_same(kind, beam):
+    model = make(kind).float().cuda().eval()
+    torch.manual_seed(7)
+    source, lengths = torch.randint(4, V, (9, 6)).cuda(), torch.tensor([6, 1, 3, 4, 2, 5, 6, 1, 2]).cuda()
+    mask = torch.arange(6, device="cuda") < lengths.unsqueeze(1)
+    assert isinstance(decoder(model), RecordedDecoder)
+    for precision in (torch.float32, torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == torch.bfloat16):
+            found = beam_search(decoder(model), source, mask, beam=beam, n_best=beam, max_length=12)
+            wanted = beam_search(model, source, mask, beam=beam, n_best=beam, max_length=12)
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert [h.tokens for h in ours] == [h.tokens for h in theirs]
+            assert [h.log_prob for h in ours] == pytest.approx([h.log_prob for h in theirs], rel=1e-4)

@@ -15,7 +15,7 @@ from fastweights.training.checkpoint import CheckpointError, CheckpointStore, Co
 from fastweights.training.logger import read_log
 from fastweights.training.snapshot import weights_of
 from fastweights.training.task import Outcome
-from fastweights.training.tree import map_tensors, pack, unpack
+from fastweights.tree import map_tensors, pack, unpack
 
 from .tiny import TinyTask, losses, quiet, run
 

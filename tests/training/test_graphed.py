@@ -10,7 +10,7 @@ import torch
 from fastweights.training import graphed, learner
 from fastweights.training.graphed import PATIENCE, REHEARSALS, Recorder, refusal
 from fastweights.training.signals import Interrupted
-from fastweights.training.tree import map_tensors, signature, tensors_of
+from fastweights.tree import map_tensors, signature, tensors_of
 
 from .test_loop import StopsAt
 from .tiny import EPOCH, TinyBatch, TinyTask, config, losses, run

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastweights.benchmarks.record import write_record
+from fastweights.inference.recorded import decoder
 from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_presets import PRESETS, SUBWORDS
 
@@ -47,6 +48,8 @@ class Case:
         self.device, self.length, self.autocast = torch.device(device), length, autocast
         words = WORDS[preset]
         self.model = TranslationModel(PRESETS[preset](attention, vocab_size=words)).to(device)
+        # As `translate` has it: recorded where that can be done.
+        self.decoding = decoder(self.model.eval())
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5, fused=True)
         tokens, self.sentences = SIZES[self.device.type]
         self.train_rows = max(1, tokens // length)
@@ -91,7 +94,7 @@ class Case:
         token = self.source[: self.sentences, 0]
         with self.precision():
             for _ in range(count):
-                log_p, state = self.model.step(token, state)
+                log_p, state = self.decoding.step(token, state)
                 token = log_p.argmax(-1)
         return state
 

@@ -1,56 +1,105 @@
-"""A stream's step as a CUDA graph: one launch for a token instead of hundreds."""
+"""Steps of decoding as CUDA graphs: one launch for a token instead of hundreds, where the state has one size."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastweights.models.language_model import LanguageModel, LanguageModelState
+from fastweights.models.translation import Encoded, TranslationModel, TranslationState
+from fastweights.tree import map_tensors, tensors_of
+
+
+def capture(work: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+    """What repeats `work` on the same memory, and where its results then lie."""
+    # What autocast keeps from one call to the next is not the graph's, and would be gone when it is replayed.
+    precision = torch.autocast(
+        "cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), cache_enabled=False
+    )
+    here, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    graph = torch.cuda.CUDAGraph()
+    side.wait_stream(here)
+    with precision, torch.cuda.stream(side):
+        # Kernels are compiled and checked, and libraries prepare themselves, before anything is recorded.
+        for _ in range(2):
+            work()
+        with torch.cuda.graph(graph, stream=side):
+            result = work()
+    here.wait_stream(side)
+    return graph.replay, result
 
 
 class RecordedStep:
-    """One token after another from `state` on, for a model whose state has one size.
+    """`step(token, state)`, which gives some result and the next state, as a CUDA graph.
 
-    The state lives in `self.state`, tensors of the graph that each call overwrites. The graph reads the model's weights
-    where they are: new values in the same place count, a model that was moved to another device needs a new graph.
+    Tokens and states of fewer rows than those it was recorded with are taken too. What comes back lies in the graph's
+    memory until the next call. The graph reads the model's weights where they are: new values in the same place count,
+    a model that was moved needs a new graph.
     """
 
     @torch.no_grad()
-    def __init__(self, model: LanguageModel, state: LanguageModelState) -> None:
-        self.state = state.clone()
-        self._token = torch.zeros(1, 1, dtype=torch.int64, device=state.position.device)
+    def __init__(self, step: Callable[[Tensor, Any], tuple[Any, Any]], token: Tensor, state: Any) -> None:
+        self._token, self._state = map_tensors(torch.clone, (token, state))
+        self._places = tensors_of((self._token, self._state))
+        self._replay, (self._result, self._after) = capture(partial(step, self._token, self._state), token.device)
+        if [x.shape for x in tensors_of(self._after)] != [x.shape for x in tensors_of(self._state)]:
+            raise ValueError("the state grows with every token: its steps are not alike, and cannot be recorded")
 
-        def step() -> tuple[Tensor, Tensor, LanguageModelState]:
-            hidden, after = model(self._token, self.state)
-            return hidden[0, 0], model.softmax.log_prob(hidden[0, 0]), after
+    @property
+    def rows(self) -> int:
+        """The most rows of tokens."""
+        return len(self._token)
 
-        side = torch.cuda.Stream(self._token.device)
-        side.wait_stream(torch.cuda.current_stream(self._token.device))
-        with torch.cuda.stream(side):
-            # Kernels are compiled and checked, and libraries prepare themselves, before anything is recorded.
-            for _ in range(2):
-                after = step()[2]
-            if [x.shape for x in _tensors(after)] != [x.shape for x in _tensors(self.state)]:
-                raise ValueError(
-                    f"the state of mixer {model.config.mixer!r} grows with every token: not to be recorded"
-                )
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=side):
-                self._hidden, self._log_probs, after = step()
-                self.set(after)
-        torch.cuda.current_stream(self._token.device).wait_stream(side)
+    def fits(self, token: Tensor, state: Any) -> bool:
+        """Whether they have the shapes of the recording, but for rows that are not there."""
+        given = tensors_of((token, state))
+        return len(given) == len(self._places) and all(
+            x.shape[1:] == place.shape[1:] and len(x) <= len(place) and x.dtype == place.dtype
+            for x, place in zip(given, self._places, strict=True)
+        )
 
-    def set(self, state: LanguageModelState) -> None:
-        """Go on from `state`, which is copied."""
-        for mine, other in zip(_tensors(self.state), _tensors(state), strict=True):
-            mine.copy_(other)
-
-    def __call__(self, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Read one token; the hidden vector (d_model,) after it, and log p (V,) of the next word."""
-        self._token.copy_(token.view(1, 1))
-        self._graph.replay()
-        return self._hidden.clone(), self._log_probs.clone()
+    def __call__(self, token: Tensor, state: Any) -> tuple[Any, Any]:
+        """The result and the next state."""
+        given = tensors_of((token, state))
+        torch._foreach_copy_([place[: len(x)] for place, x in zip(self._places, given, strict=True)], given)
+        self._replay()
+        counts = iter([len(x) for x in tensors_of(state)])
+        after = map_tensors(lambda x: x[: next(counts)], self._after)
+        return map_tensors(lambda x: x[: len(token)], self._result), after
 
 
-def _tensors(state: LanguageModelState) -> list[Tensor]:
-    return [*(tensor for layer in state.layers for tensor in layer.tensors().values()), state.position]
+class RecordedDecoder:
+    """A translation model whose decoder is recorded: for `beam_search`, which asks nothing else of a model.
+
+    As sentences leave the search the graph goes on with the rows that are left, and is made anew when they are fewer
+    than half.
+    """
+
+    def __init__(self, model: TranslationModel) -> None:
+        self.model = model
+        self._recorded: RecordedStep | None = None
+
+    def encode(self, source: Tensor, mask: Tensor | None = None) -> TranslationState:
+        """As the model's own."""
+        return self.model.encode(source, mask)
+
+    def step(self, token: Tensor, state: TranslationState) -> tuple[Tensor, TranslationState]:
+        """As the model's own; what comes back lies in the graph's memory until the next step."""
+        if isinstance(state.source, Encoded) or state.past is None:
+            return self.model.step(token, state)
+        recorded = self._recorded
+        if recorded is None or not recorded.fits(token, state) or 2 * len(token) < recorded.rows:
+            # The old one first: two of them need not fit into memory.
+            self._recorded = recorded = None
+            self._recorded = recorded = RecordedStep(self.model.step, token, state)
+        return recorded(token, state)
+
+
+def decoder(model: TranslationModel) -> TranslationModel | RecordedDecoder:
+    """The model, recorded where that can be done: on a GPU, with fast weights in the decoder and on the source."""
+    config = model.config
+    constant = "softmax" not in (config.decoder, config.cross)
+    return RecordedDecoder(model) if constant and model.embedding.weight.is_cuda and not model.training else model

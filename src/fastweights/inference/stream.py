@@ -85,13 +85,16 @@ class Stream:
         return self.log_probs
 
     def _replay(self, token: Tensor, state: LanguageModelState) -> Tensor:
+        token = token.to(self.model.softmax.weight.device)
         if self._recorded is None:
-            self._recorded = RecordedStep(self.model, state)
-        elif state is not self._recorded.state:
-            self._recorded.set(state)
-        self._state = self._recorded.state
-        self._hidden, log_probs = self._recorded(token)
-        return log_probs
+            self._recorded = RecordedStep(self._step, token, state)
+        (hidden, log_probs), self._state = self._recorded(token, state)
+        self._hidden = hidden[0].clone()
+        return log_probs[0].clone()
+
+    def _step(self, token: Tensor, state: LanguageModelState) -> tuple[tuple[Tensor, Tensor], LanguageModelState]:
+        hidden, state = self.model(token.unsqueeze(1), state)
+        return (hidden[:, 0], self.model.softmax.log_prob(hidden[:, 0])), state
 
     @property
     @torch.no_grad()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastweights.data.parallel import EOS, PAD, Tokenizer
 from fastweights.inference.beam import Search, beam_search
+from fastweights.inference.recorded import decoder
 from fastweights.models.translation import TranslationModel
 
 # Beams, and tokens of source with their padding, that are searched at once where nobody says: a GPU takes a thousand
@@ -66,6 +67,7 @@ def n_best(
         raise ValueError(f"batch must be at least 1 line, got {batch}")
     training = model.training
     model.to(device).eval()
+    decoding = decoder(model)
     results: list[list[Translation]] = [[] for _ in lines]
     wanted = [i for i, line in enumerate(lines) if line.strip()]
     rows = dict(zip(wanted, tokenizer.encode([lines[i] for i in wanted]), strict=True))
@@ -77,7 +79,7 @@ def n_best(
             numbers = wanted[start : start + count]
             start += len(numbers)
             source, mask = pad_sources([rows[i] for i in numbers])
-            found = beam_search(model, source.to(device), mask.to(device), search)
+            found = beam_search(decoding, source.to(device), mask.to(device), search)
             texts = iter(tokenizer.decode([h.tokens for hypotheses in found for h in hypotheses]))
             for i, hypotheses in zip(numbers, found, strict=True):
                 # A line stays a line, whatever an untrained model writes.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fastweights.training.tree import map_tensors
+from fastweights.tree import map_tensors
 
 _LARGE = 1e4
 _SHOWN = 12

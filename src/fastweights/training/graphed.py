@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.training.tree import map_tensors, signature, tensors_of
+from fastweights.tree import map_tensors, signature, tensors_of
 
 # Updates of one kind before it is recorded: libraries prepare themselves, the compiler compiles, kernels are checked.
 REHEARSALS = 3

@@ -24,7 +24,7 @@ from fastweights.training.optim import (
     step_scaled,
 )
 from fastweights.training.task import Outcome, Task
-from fastweights.training.tree import map_tensors, pack, to_device, unpack
+from fastweights.tree import map_tensors, pack, to_device, unpack
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric

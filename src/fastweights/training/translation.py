@@ -22,7 +22,7 @@ from fastweights.training.bleu import Bleu, bleu, require_sacrebleu
 from fastweights.training.config import TrainingConfig
 from fastweights.training.settings import Fields
 from fastweights.training.task import Outcome, Score, Task
-from fastweights.training.tree import map_tensors, to_device
+from fastweights.tree import map_tensors, to_device
 
 __all__ = ["Bleu", "TranslationTask", "assemble_translation", "bleu", "plan_translation"]
 

@@ -1,0 +1,98 @@
+"""Recorded steps: what a graph remembers is memory, so rows that are left, forked or new have to be put into it.
+
+A CUDA graph cannot be had on a CPU. Here `capture` is replaced by one that, like a graph, knows inputs and results by
+their memory alone.
+"""
+
+import pytest
+import torch
+
+from fastweights.inference import recorded
+from fastweights.inference.beam import beam_search
+from fastweights.inference.recorded import RecordedDecoder, RecordedStep, decoder
+from fastweights.inference.stream import Stream
+from fastweights.tree import tensors_of
+from tests.inference.test_beam import sharp, sources
+from tests.inference.test_stream import CONSTANT, MODELS, text
+from tests.training.small_text import random_model
+
+FAST = ["linear", "delta", "performer"]
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """How many recordings there were."""
+    count = []
+
+    def capture(work, device):
+        result = work()
+        count.append(result)
+
+        def replay():
+            for place, x in zip(tensors_of(result), tensors_of(work()), strict=True):
+                place.copy_(x)
+
+        return replay, result
+
+    monkeypatch.setattr(recorded, "capture", capture)
+    return count
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.parametrize("kind", FAST)
+def test_a_search_with_recorded_steps_finds_the_same(captures, kind, beam):
+    model, (source, mask) = sharp(kind), sources()
+    found = beam_search(RecordedDecoder(model), source, mask, beam=beam, n_best=beam)
+    wanted = beam_search(model, source, mask, beam=beam, n_best=beam)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert [h.tokens for h in ours] == [h.tokens for h in theirs]
+        assert [h.log_prob for h in ours] == pytest.approx([h.log_prob for h in theirs])
+    # As sentences leave: from four to two of them one graph does.
+    assert 1 <= len(captures) <= 3
+
+
+def test_a_recording_serves_the_next_batch(captures):
+    model, (source, mask) = sharp("delta"), sources()
+    decoding = RecordedDecoder(model)
+    for rows in (slice(0, 4), slice(1, 4)):
+        found = beam_search(decoding, source[rows], mask[rows], beam=2, max_length=4, early_stop=False)
+        wanted = beam_search(model, source[rows], mask[rows], beam=2, max_length=4, early_stop=False)
+        assert [h[0].tokens for h in found] == [h[0].tokens for h in wanted]
+    assert len(captures) == 1
+
+
+def test_a_state_that_grows_is_refused(captures):
+    model, (source, mask) = sharp("softmax"), sources()
+    assert decoder(model) is model
+    with torch.no_grad():
+        _, state = model.step(torch.zeros(4, dtype=torch.int64), model.encode(source, mask))
+        with pytest.raises(ValueError, match="the state grows with every token"):
+            RecordedStep(model.step, torch.zeros(4, dtype=torch.int64), state)
+
+
+def recorded_stream(model):
+    stream = Stream(model)
+    # What only a GPU is allowed.
+    stream._graph = True
+    return stream
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_a_recorded_stream_reads_as_an_unrecorded_one(captures, name):
+    model, tokens = random_model(**MODELS[name]), text().tolist()
+    plain, stream = Stream(model), recorded_stream(model)
+    for piece in (*([t] for t in tokens[:8]), tokens[8:15], *([t] for t in tokens[15:20])):
+        torch.testing.assert_close(stream.feed(piece), plain.feed(piece))
+        torch.testing.assert_close(stream.log_probs, plain.log_probs)
+    assert len(captures) == 1 and stream.position == plain.position == 20 and stream.nbytes == plain.nbytes
+    # What `fork` does: the copy stays as it is while the graph goes on.
+    other = recorded_stream(model)
+    other._state, other._hidden = stream._state.clone(), stream._hidden
+    ahead = [stream.feed([t]) for t in tokens[20:]]
+    for token, expected in zip(tokens[20:], ahead, strict=True):
+        torch.testing.assert_close(other.feed([token]), expected)
+
+
+def test_on_a_cpu_nothing_is_recorded():
+    model = sharp("linear")
+    assert decoder(model) is model
