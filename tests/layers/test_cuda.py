@@ -40,11 +40,11 @@ def test_smoothed_losses(dtype, words):
     assert all(error < smoothed.LIMITS[dtype] for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("S", [57, 500])
+@pytest.mark.parametrize(("T", "S"), [(57, 57), (500, 500), (5, 1500)])
 @pytest.mark.parametrize("D", [64, 512])
 @pytest.mark.parametrize("mean", [0, 5])
-def test_linear_attention_of_16_bits(D, S, mean):
-    assert all(error < 1e-2 for error in linear_attention_errors(torch.bfloat16, D, S, mean, CUDA))
+def test_linear_attention_of_16_bits(D, T, S, mean):
+    assert all(error < 1e-2 for error in linear_attention_errors(torch.bfloat16, D, T, S, mean, CUDA))
 
 
 @pytest.mark.parametrize("model", lm.MODELS)

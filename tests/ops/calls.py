@@ -116,9 +116,9 @@ def relative_error(ours, theirs):
     return worst
 
 
-def linear_attention_errors(dtype, D, S, mean, device="cpu"):
+def linear_attention_errors(dtype, D, T, S, mean, device="cpu"):
     """How far y and the gradients of q, k and v are from float64, where values have a mean and some are padding."""
-    q, k = (torch.rand(3, S, 8, D, device=device) for _ in range(2))
+    q, k = (torch.rand(3, n, 8, D, device=device) for n in (T, S))
     v = mean + torch.randn(3, S, 8, 64, device=device)
     mask = torch.arange(S, device=device) < torch.tensor([[S], [S // 3], [1]], device=device)
     exact = [x.to(dtype).double() for x in (q, k, v)]

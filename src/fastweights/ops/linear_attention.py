@@ -42,39 +42,37 @@ def linear_attention(
         # Sums of products, not divided yet, may be more than float16 holds.
         Q, K, V = (x.to(wide if dtype == torch.float16 else dtype).transpose(1, 2) for x in (q, k, v))
         if normalization is None:
-            return _product(Q, K, V)[0].transpose(1, 2).to(dtype)
-        common = None
-        if V.element_size() <= 2:
-            # The gradient of a query is the difference of W g and z (g·y), and 16 bits of each leave little of it where
-            # values are nearly the same. As weights sum to 1, what is left out is added again to y, and no gradient
-            # goes through it. Wider products keep enough, and the digits of small values beside a large one.
-            V, common = _without_mean(V, None if mask is None else mask[:, None, :, None])
-        y, total = _product(Q, K, V)
-        y = safe_divide(y.to(wide), total)
-        if common is not None:
-            y = y + common * safe_divide(total.detach(), total.detach())
-        return y.transpose(1, 2).to(dtype)
+            return _product(Q, K, V).transpose(1, 2).to(dtype)
+        # The sums of the weights, from wide numbers: what is rounded here is rounded for all keys alike.
+        total = Q.to(wide) @ K.sum(-2, dtype=wide).unsqueeze(-1)
+        if V.element_size() > 2:
+            return safe_divide(_product(Q, K, V), total).transpose(1, 2).to(dtype)
+        # The gradient of a query is the difference of W g and z (g·y), and 16 bits of each leave little of it where
+        # values are nearly the same. As weights sum to 1, what is left out is added again to y, and no gradient goes
+        # through it. Wider products keep enough, and the digits of small values beside a large one.
+        rest, common = _without_mean(V, None if mask is None else mask[:, None, :, None])
+        # As `safe_divide` has it, in fewer steps.
+        empty = total.abs() < torch.finfo(wide).tiny ** 0.5
+        y = _product(Q, K, rest) / total.masked_fill(empty, torch.inf) + common
+        return y.masked_fill(empty, 0).transpose(1, 2).to(dtype)
 
 
 def _without_mean(V: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """V (B, H, S, M) without most of what its rows have in common, and that (B, H, 1, M), in float32 at least."""
-    exact = V.detach().to(torch.promote_types(V.dtype, torch.float32))
+    """V (B, H, S, M), 0 where masked, without most of what its rows have in common; and that (B, H, 1, M), wide."""
+    wide = torch.promote_types(V.dtype, torch.float32)
     count = max(V.shape[2], 1) if mask is None else mask.sum(2, keepdim=True).clamp(min=1)
-    rest = (V - exact.sum(2, keepdim=True) / count).to(V.dtype)
+    total = V.detach().sum(2, keepdim=True, dtype=wide)
+    rest = V - (total / count).to(V.dtype)
     if mask is not None:
         rest = rest.masked_fill(~mask, 0)
     # Numbers of 16 bits less one number are all rounded the same way: what was taken from them is measured.
-    return rest, (exact - rest.detach()).sum(2, keepdim=True) / count
+    return rest, (total - rest.detach().sum(2, keepdim=True, dtype=wide)) / count
 
 
-def _product(Q: Tensor, K: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
-    """Q K^T V (B, H, T, M), and the sums of the rows of Q K^T (B, H, T, 1), these in float32 at least."""
-    wide = torch.promote_types(Q.dtype, torch.float32)
+def _product(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+    """Q K^T V (B, H, T, M)."""
     T, (S, D), M = Q.shape[-2], K.shape[-2:], V.shape[-1]
-    if T * S * (D + M) <= (T + S) * D * M:
-        weights = Q @ K.mT
-        return weights @ V, weights.sum(-1, keepdim=True, dtype=wide)
-    return Q @ (K.mT @ V), Q.to(wide) @ K.sum(-2, dtype=wide).unsqueeze(-1)
+    return (Q @ K.mT) @ V if T * S * (D + M) <= (T + S) * D * M else Q @ (K.mT @ V)
 
 
 def write_memory(
