@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastweights.inference.beam import beam_search
-from fastweights.inference.recorded import RecordedDecoder, decoder
+from fastweights.inference.recorded import RecordedDecoder, refusal
 from fastweights.inference.stream import Stream, open_reader
 from tests.inference.test_recorded import FAST
 from tests.inference.test_stream import CONSTANT, MODELS, text
@@ -62,10 +62,10 @@ def test_a_recorded_search_finds_the_same(kind, beam):
     torch.manual_seed(7)
     source, lengths = torch.randint(4, V, (9, 6)).cuda(), torch.tensor([6, 1, 3, 4, 2, 5, 6, 1, 2]).cuda()
     mask = torch.arange(6, device="cuda") < lengths.unsqueeze(1)
-    assert isinstance(decoder(model), RecordedDecoder)
+    assert refusal(model) is None
     for precision in (torch.float32, torch.bfloat16):
         with torch.autocast("cuda", torch.bfloat16, enabled=precision == torch.bfloat16):
-            found = beam_search(decoder(model), source, mask, beam=beam, n_best=beam, max_length=12)
+            found = beam_search(RecordedDecoder(model), source, mask, beam=beam, n_best=beam, max_length=12)
             wanted = beam_search(model, source, mask, beam=beam, n_best=beam, max_length=12)
         for ours, theirs in zip(found, wanted, strict=True):
             assert [h.tokens for h in ours] == [h.tokens for h in theirs]

@@ -9,8 +9,9 @@ import torch
 
 from fastweights.inference import recorded
 from fastweights.inference.beam import beam_search
-from fastweights.inference.recorded import RecordedDecoder, RecordedStep, decoder
+from fastweights.inference.recorded import RecordedDecoder, RecordedStep
 from fastweights.inference.stream import Stream
+from fastweights.inference.translate import translate
 from fastweights.tree import tensors_of
 from tests.inference.test_beam import sharp, sources
 from tests.inference.test_stream import CONSTANT, MODELS, text
@@ -63,7 +64,6 @@ def test_a_recording_serves_the_next_batch(captures):
 
 def test_a_state_that_grows_is_refused(captures):
     model, (source, mask) = sharp("softmax"), sources()
-    assert decoder(model) is model
     with torch.no_grad():
         _, state = model.step(torch.zeros(4, dtype=torch.int64), model.encode(source, mask))
         with pytest.raises(ValueError, match="the state grows with every token"):
@@ -93,6 +93,7 @@ def test_a_recorded_stream_reads_as_an_unrecorded_one(captures, name):
         torch.testing.assert_close(other.feed([token]), expected)
 
 
-def test_on_a_cpu_nothing_is_recorded():
-    model = sharp("linear")
-    assert decoder(model) is model
+def test_what_cannot_be_recorded_is_said():
+    for kind, reason in (("linear", "a CUDA graph needs a CUDA device, and this is cpu"), ("softmax", "that grows")):
+        with pytest.raises(ValueError, match=f"graph = True cannot be had: .*{reason}"):
+            translate(sharp(kind), None, ["a line"], graph=True)

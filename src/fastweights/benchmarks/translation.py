@@ -9,6 +9,7 @@ Decoding is by steps of the model, a token for each sentence.
     step_ms              one more token, with a source of that length and as long a target before it
     sentences_per_s      sources of that length to translations of `NEW` tokens, from the reading on
     state_bytes          what a sentence holds while it is decoded, with as long a target
+    recorded_…           the same with steps as CUDA graphs, for fast weights on a GPU
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastweights.benchmarks.record import write_record
-from fastweights.inference.recorded import decoder
+from fastweights.inference.recorded import RecordedDecoder, refusal
 from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_presets import PRESETS, SUBWORDS
 
@@ -48,8 +49,7 @@ class Case:
         self.device, self.length, self.autocast = torch.device(device), length, autocast
         words = WORDS[preset]
         self.model = TranslationModel(PRESETS[preset](attention, vocab_size=words)).to(device)
-        # As `translate` has it: recorded where that can be done.
-        self.decoding = decoder(self.model.eval())
+        self.recorded = None if refusal(self.model) else RecordedDecoder(self.model)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5, fused=True)
         tokens, self.sentences = SIZES[self.device.type]
         self.train_rows = max(1, tokens // length)
@@ -89,18 +89,19 @@ class Case:
         return state
 
     @torch.no_grad()
-    def step(self, state: Any, count: int = 1) -> Any:
+    def step(self, state: Any, count: int = 1, recorded: bool = False) -> Any:
         """`count` more tokens for every sentence."""
+        decoder = self.recorded if recorded and self.recorded is not None else self.model
         token = self.source[: self.sentences, 0]
         with self.precision():
             for _ in range(count):
-                log_p, state = self.decoding.step(token, state)
+                log_p, state = decoder.step(token, state)
                 token = log_p.argmax(-1)
         return state
 
-    def translate(self) -> None:
+    def translate(self, recorded: bool = False) -> None:
         """Sources to `NEW` tokens each, greedily."""
-        self.step(self.encode(), NEW - 1)
+        self.step(self.encode(), NEW - 1, recorded)
 
     def seconds(self, function: Callable[[], Any], repeats: int) -> float:
         """Median time of a call, after one to warm up."""
@@ -125,7 +126,7 @@ def measure(attention: str, length: int, preset: str, device: str, autocast: boo
     update = case.seconds(case.update, repeats)
     case.optimizer.zero_grad(set_to_none=True)
     far = case.far()
-    return {
+    found = {
         "attention": attention,
         "source_length": length,
         "train_rows": case.train_rows,
@@ -136,6 +137,10 @@ def measure(attention: str, length: int, preset: str, device: str, autocast: boo
         "sentences_per_s": case.sentences / case.seconds(case.translate, repeats),
         "state_bytes": far.nbytes // case.sentences,
     }
+    if case.recorded is not None:
+        found["recorded_step_ms"] = 1e3 * case.seconds(lambda: case.step(far, 8, True), repeats) / 8
+        found["recorded_sentences_per_s"] = case.sentences / case.seconds(lambda: case.translate(True), repeats)
+    return found
 
 
 def run(out: Path | None, preset: str, device: str, precision: str, repeats: int) -> None:
@@ -153,7 +158,7 @@ def run(out: Path | None, preset: str, device: str, precision: str, repeats: int
             rows.append(found | about)
             if out is not None:
                 write_record(out, "mt", device, SEED, start, rows)
-    shown = ("train_tokens_per_s", "encode_ms", "step_ms", "sentences_per_s", "state_bytes")
+    shown = ("train_tokens_per_s", "encode_ms", "step_ms", "recorded_step_ms", "sentences_per_s", "state_bytes")
     table = Table("source length", "", *(name.replace("_", " ") for name in shown), title=f"{preset}, {precision}")
     for row in rows:
         values = [f"{row[name]:,.{'0f' if name == 'state_bytes' else '1f'}}" if name in row else "-" for name in shown]

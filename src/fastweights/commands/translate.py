@@ -25,6 +25,7 @@ def translate(
     batch: Annotated[int | None, typer.Option(help="Lines at once.", show_default="as many as suit the device")] = None,
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    graph: Annotated[bool, typer.Option("--graph", help="Steps as CUDA graphs: fast weights on a GPU.")] = False,
 ) -> None:
     """Translate standard input, line by line, to standard output: as many lines, in their order, empty ones too.
 
@@ -47,7 +48,7 @@ def translate(
     try:
         with run_errors():
             groups = waiting_lines(sys.stdin.buffer, "standard input")
-            translations = translation.stream(model, tokenizer, groups, search, batch=batch)
+            translations = translation.stream(model, tokenizer, groups, search, batch=batch, graph=graph)
             for number, found in enumerate(translations, 1):
                 if n_best == 1:
                     text = f"{found[0].text if found else ''}\n"

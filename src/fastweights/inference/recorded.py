@@ -98,8 +98,9 @@ class RecordedDecoder:
         return recorded(token, state)
 
 
-def decoder(model: TranslationModel) -> TranslationModel | RecordedDecoder:
-    """The model, recorded where that can be done: on a GPU, with fast weights in the decoder and on the source."""
-    config = model.config
-    constant = "softmax" not in (config.decoder, config.cross)
-    return RecordedDecoder(model) if constant and model.embedding.weight.is_cuda and not model.training else model
+def refusal(model: TranslationModel) -> str | None:
+    """Why the steps of the model cannot be recorded."""
+    config, device = model.config, model.embedding.weight.device
+    if "softmax" in (config.decoder, config.cross):
+        return f"decoder {config.decoder!r} on a source through {config.cross!r} has a state that grows"
+    return None if device.type == "cuda" else f"a CUDA graph needs a CUDA device, and this is {device}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastweights.data.parallel import EOS, PAD, Tokenizer
 from fastweights.inference.beam import Search, beam_search
-from fastweights.inference.recorded import decoder
+from fastweights.inference.recorded import RecordedDecoder, refusal
 from fastweights.models.translation import TranslationModel
 
 # Beams, and tokens of source with their padding, that are searched at once where nobody says: a GPU takes a thousand
@@ -38,11 +38,12 @@ def translate(
     batch: int | None = None,
     max_length: int | None = None,
     device: str | torch.device | None = None,
+    graph: bool = False,
     report: Report = lambda done, total: None,
 ) -> list[str]:
     """The best translation of every line; an empty line stays empty. The model stays where it is without `device`."""
     search = Search(beam=beam, length_penalty=length_penalty, max_length=max_length)
-    found = n_best(model, tokenizer, lines, search, batch=batch, device=device, report=report)
+    found = n_best(model, tokenizer, lines, search, batch=batch, device=device, graph=graph, report=report)
     return [translations[0].text if translations else "" for translations in found]
 
 
@@ -55,19 +56,22 @@ def n_best(
     *,
     batch: int | None = None,
     device: str | torch.device | None = None,
+    graph: bool = False,
     report: Report = lambda done, total: None,
 ) -> list[list[Translation]]:
     """The n best translations of every line, best first, none for an empty one.
 
     Lines of like length are searched together, the longest first, `batch` at a time or as many as suit the device;
-    `report` is told how many are done of how many.
+    `report` is told how many are done of how many. With `graph` steps are CUDA graphs, for fast weights on a GPU.
     """
     device = model.embedding.weight.device if device is None else torch.device(device)
     if batch is not None and batch < 1:
         raise ValueError(f"batch must be at least 1 line, got {batch}")
     training = model.training
     model.to(device).eval()
-    decoding = decoder(model)
+    if graph and (reason := refusal(model)):
+        raise ValueError(f"graph = True cannot be had: {reason}")
+    decoding = RecordedDecoder(model) if graph else model
     results: list[list[Translation]] = [[] for _ in lines]
     wanted = [i for i, line in enumerate(lines) if line.strip()]
     rows = dict(zip(wanted, tokenizer.encode([lines[i] for i in wanted]), strict=True))
@@ -98,10 +102,11 @@ def stream(
     *,
     batch: int | None = None,
     device: str | torch.device | None = None,
+    graph: bool = False,
 ) -> Iterator[list[Translation]]:
     """As `n_best` for lines without end, in their order: each group is translated before the next is asked for."""
     for lines in groups:
-        yield from n_best(model, tokenizer, lines, search, batch=batch, device=device)
+        yield from n_best(model, tokenizer, lines, search, batch=batch, device=device, graph=graph)
 
 
 def lines_at_once(device: torch.device, beam: int, longest: int) -> int:
