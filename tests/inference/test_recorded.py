@@ -62,6 +62,28 @@ def test_a_recording_serves_the_next_batch(captures):
     assert len(captures) == 1
 
 
+def test_another_number_of_beams_is_another_recording(captures):
+    model, (source, mask) = sharp("delta"), sources()
+    decoding = RecordedDecoder(model)
+    for beam in (4, 2, 3):
+        found = beam_search(decoding, source, mask, beam=beam, max_length=5)
+        wanted = beam_search(model, source, mask, beam=beam, max_length=5)
+        assert [h[0].tokens for h in found] == [h[0].tokens for h in wanted]
+        assert [h[0].log_prob for h in found] == pytest.approx([h[0].log_prob for h in wanted])
+    assert len(captures) >= 3
+
+
+def test_a_recording_outlives_inference_mode(captures):
+    model, tokens = random_model(), text().tolist()
+    plain, stream = Stream(model), recorded_stream(model)
+    with torch.inference_mode():
+        for token in tokens[:3]:
+            stream.feed([token])
+            plain.feed([token])
+    for token in tokens[3:6]:
+        torch.testing.assert_close(stream.feed([token]), plain.feed([token]))
+
+
 def test_a_state_that_grows_is_refused(captures):
     model, (source, mask) = sharp("softmax"), sources()
     with torch.no_grad():

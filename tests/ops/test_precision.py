@@ -173,7 +173,7 @@ def test_a_value_that_stands_out_does_not_cost_those_before_it_their_digits(T, h
     assert (y[:, :-1].double() - want[:, :-1]).norm() < 1e-2 * want[:, :-1].norm()
 
 
-@pytest.mark.parametrize(("T", "S"), [(57, 57), (300, 300), (5, 1500)])
+@pytest.mark.parametrize(("T", "S"), [(9, 9), (57, 57), (300, 300), (5, 1500)])
 @pytest.mark.parametrize("D", [64, 512])
 @pytest.mark.parametrize("mean", [0, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -182,10 +182,14 @@ def test_linear_attention_keeps_its_digits_where_values_have_a_mean(dtype, D, T,
     assert all(error < 1e-2 for error in linear_attention_errors(dtype, D, T, S, mean))
 
 
-@pytest.mark.parametrize("S", [20, 500])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("S", [20, 40, 500])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_value_that_no_query_finds_costs_linear_attention_no_digits(dtype, S):
     q, k, v = torch.rand(1, 5, 2, 64), torch.rand(1, S, 2, 64), torch.randn(1, S, 2, 64)
     k[:, -1], v[:, -1] = 0, 6e4
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    torch.testing.assert_close(fw.linear_attention(q, k, v), fw.linear_attention(q, k[:, :-1], v[:, :-1]))
+    found, wanted = fw.linear_attention(q, k, v), fw.linear_attention(q, k[:, :-1], v[:, :-1])
+    if dtype == torch.bfloat16:
+        assert (found - wanted).norm() < 5e-3 * wanted.norm()
+    else:
+        torch.testing.assert_close(found, wanted)

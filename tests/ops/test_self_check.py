@@ -232,8 +232,10 @@ def test_neither_does_what_is_mapped_on_chip():
 
 
 def test_few_walks_go_in_groups():
-    many, few, one = (configuration(64, 64, torch.bfloat16, walks, LONG) for walks in (FEW + 1, FEW, 1))
+    many, few, one = (configuration(64, 64, torch.bfloat16, walks, 4 * LONG) for walks in (FEW + 1, FEW, 1))
     assert one.groups > few.groups > many.groups == 0
+    shorter = [configuration(64, 64, torch.bfloat16, walks, 4 * LONG - 1).groups for walks in (FEW, FEW // 2)]
+    assert shorter[0] == 0 < shorter[1]
     assert configuration(64, 64, torch.bfloat16, 1, LONG - 1) == many
     assert configuration(128, 128, torch.bfloat16, FEW // 2, LONG).groups >= 8
     assert configuration(128, 128, torch.bfloat16, FEW // 2 + 1, LONG).groups == 0

@@ -49,7 +49,7 @@ class Case:
         self.device, self.length, self.autocast = torch.device(device), length, autocast
         words = WORDS[preset]
         self.model = TranslationModel(PRESETS[preset](attention, vocab_size=words)).to(device)
-        self.recorded = None if refusal(self.model) else RecordedDecoder(self.model)
+        self.recorded = None if refusal(self.model, self.device) else RecordedDecoder(self.model)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5, fused=True)
         tokens, self.sentences = SIZES[self.device.type]
         self.train_rows = max(1, tokens // length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import sys
 from dataclasses import replace
@@ -164,10 +165,12 @@ def _sets(found: Found) -> dict[str, str]:
 
 def _set_name(source: Source) -> str:
     """The name of a file, and of which published corpus it is where it is known by its content."""
-    if source.member is not None:
-        return PurePosixPath(source.member).name
-    published = PUBLISHED_SETS.get(checksum(source.path)["sha256"])
-    return source.path.name if published is None else f"{source.path.name} of {published}"
+    name = source.path.name if source.member is None else PurePosixPath(source.member).name
+    digest = hashlib.sha256()
+    for piece in source.read():
+        digest.update(piece)
+    published = PUBLISHED_SETS.get(digest.hexdigest())
+    return name if published is None else f"{name} of {published}"
 
 
 def _plain(request: Request, row: Kind) -> dict[str, Any]:

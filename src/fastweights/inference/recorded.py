@@ -41,6 +41,7 @@ class RecordedStep:
     """
 
     @torch.no_grad()
+    @torch.inference_mode(False)
     def __init__(self, step: Callable[[Tensor, Any], tuple[Any, Any]], token: Tensor, state: Any) -> None:
         self._token, self._state = map_tensors(torch.clone, (token, state))
         self._places = tensors_of((self._token, self._state))
@@ -57,14 +58,19 @@ class RecordedStep:
         """Whether they have the shapes of the recording, but for rows that are not there."""
         given = tensors_of((token, state))
         return len(given) == len(self._places) and all(
-            x.shape[1:] == place.shape[1:] and len(x) <= len(place) and x.dtype == place.dtype
+            x.shape[1:] == place.shape[1:]
+            and x.dtype == place.dtype
+            # As many rows of tokens for a row of anything else: beams of a sentence.
+            and len(x) * self.rows == len(place) * len(token) <= len(place) * self.rows
             for x, place in zip(given, self._places, strict=True)
         )
 
     def __call__(self, token: Tensor, state: Any) -> tuple[Any, Any]:
         """The result and the next state."""
-        given = tensors_of((token, state))
-        torch._foreach_copy_([place[: len(x)] for place, x in zip(self._places, given, strict=True)], given)
+        pairs = zip(self._places, tensors_of((token, state)), strict=True)
+        # What a step leaves as it is, such as the memory of a source, is in its place already.
+        moved = [(place[: len(x)], x) for place, x in pairs if place.data_ptr() != x.data_ptr()]
+        torch._foreach_copy_([place for place, _ in moved], [x for _, x in moved])
         self._replay()
         counts = iter([len(x) for x in tensors_of(state)])
         after = map_tensors(lambda x: x[: next(counts)], self._after)
@@ -98,9 +104,9 @@ class RecordedDecoder:
         return recorded(token, state)
 
 
-def refusal(model: TranslationModel) -> str | None:
-    """Why the steps of the model cannot be recorded."""
-    config, device = model.config, model.embedding.weight.device
+def refusal(model: TranslationModel, device: torch.device) -> str | None:
+    """Why the steps of the model cannot be recorded on the device."""
+    config = model.config
     if "softmax" in (config.decoder, config.cross):
         return f"decoder {config.decoder!r} on a source through {config.cross!r} has a state that grows"
     return None if device.type == "cuda" else f"a CUDA graph needs a CUDA device, and this is {device}"

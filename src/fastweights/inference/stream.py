@@ -134,7 +134,7 @@ class Stream:
         write_atomically(Path(path), save({name: x.contiguous().cpu() for name, x in tensors.items()}, metadata))
 
     @classmethod
-    def load(cls, model: LanguageModel, path: Path | str) -> Self:
+    def load(cls, model: LanguageModel, path: Path | str, *, graph: bool = False) -> Self:
         """Go on from what `save` wrote for a model of the same configuration; its weights are the caller's affair."""
         from safetensors import SafetensorError, safe_open
 
@@ -154,7 +154,7 @@ class Stream:
             number, _, entry = name.partition(".")
             layers[int(number)][entry] = tensor
         kind = MIXERS[model.config.mixer].state
-        stream = cls(model, LanguageModelState([kind(**named) for named in layers], position))
+        stream = cls(model, LanguageModelState([kind(**named) for named in layers], position), graph=graph)
         stream._hidden = hidden
         return stream
 

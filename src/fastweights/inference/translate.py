@@ -67,10 +67,10 @@ def n_best(
     device = model.embedding.weight.device if device is None else torch.device(device)
     if batch is not None and batch < 1:
         raise ValueError(f"batch must be at least 1 line, got {batch}")
+    if graph and (reason := refusal(model, device)):
+        raise ValueError(f"graph = True cannot be had: {reason}")
     training = model.training
     model.to(device).eval()
-    if graph and (reason := refusal(model)):
-        raise ValueError(f"graph = True cannot be had: {reason}")
     decoding = RecordedDecoder(model) if graph else model
     results: list[list[Translation]] = [[] for _ in lines]
     wanted = [i for i, line in enumerate(lines) if line.strip()]

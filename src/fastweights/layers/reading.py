@@ -140,7 +140,8 @@ class FastWeightReading(Reading):
             raise TypeError(f"the memory must be a FastWeightState or a MappedState, got {type(memory).__name__}")
         q = self._heads_first(self.feature_map.scaled, q).to(q.dtype)
         if isinstance(memory, MappedState):
-            return linear_attention(q, memory.k, memory.v, memory.mask)
+            # Written under autocast, it may be read without.
+            return linear_attention(q, memory.k.to(q.dtype), memory.v.to(q.dtype), memory.mask)
         return read_memory(q, memory)
 
     @staticmethod

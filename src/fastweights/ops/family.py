@@ -73,21 +73,7 @@ def run(problem: Problem, recurrence: Recurrence, most: int | None = None) -> tu
         total, z = recurrence(q_, k_, one, a, None, None, z[..., None], packed, wide)
         z = z[..., 0]
         y, W = recurrence(q, k, v, a, safe_divide(e, recalled[..., 0]), w, W, packed, wide)
-    return _divide(y, total, q.dtype), W, z
-
-
-def _divide(y: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
-    """y / total in `dtype`, with gradients that cancel as they should.
-
-    The gradient of a query is W g less z (g·y / total), with g = dy / total. Kernels for bfloat16 round g: the second
-    term has to be made of the same g, or what is left of two nearly equal terms is off by all of their rounding.
-    """
-    if dtype != torch.bfloat16:
-        return safe_divide(y, total).to(dtype)
-    ratio = safe_divide(y, total).detach()
-    # 0, but for its gradients, which pass through 16 bits: g, and -g·ratio.
-    rest = (y - ratio * total).to(dtype).to(y.dtype)
-    return (ratio + safe_divide(rest, total.detach())).to(dtype)
+    return safe_divide(y, total).to(q.dtype), W, z
 
 
 # Values have something in common where their mean is at least so many times the root of their mean square. One that

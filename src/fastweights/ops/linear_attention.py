@@ -10,6 +10,8 @@ from fastweights.ops.state import FastWeightState
 from fastweights.ops.tables import look_up
 
 NORMALIZATIONS = {"attention": None, "None": None}
+# Up to so many keys are multiplied in float32 at least.
+_FEW = 32
 
 
 def linear_attention(
@@ -39,9 +41,10 @@ def linear_attention(
     with torch.autocast(q.device.type, enabled=False):
         if mask is not None:
             k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (k, v))
-        # Sums of products, not divided yet, may be more than float16 holds.
-        Q, K, V = (x.to(wide if dtype == torch.float16 else dtype).transpose(1, 2) for x in (q, k, v))
-        if normalization is None:
+        # Sums of products, not divided yet, may be more than float16 holds; for a few keys wide products cost nothing.
+        exact = dtype == torch.float16 or k.shape[1] <= _FEW
+        Q, K, V = (x.to(wide if exact else dtype).transpose(1, 2) for x in (q, k, v))
+        if normalization != "attention":
             return _product(Q, K, V).transpose(1, 2).to(dtype)
         # The sums of the weights, from wide numbers: what is rounded here is rounded for all keys alike.
         total = Q.to(wide) @ K.sum(-2, dtype=wide).unsqueeze(-1)
@@ -60,9 +63,14 @@ def linear_attention(
 def _without_mean(V: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """V (B, H, S, M), 0 where masked, without most of what its rows have in common; and that (B, H, 1, M), wide."""
     wide = torch.promote_types(V.dtype, torch.float32)
-    count = max(V.shape[2], 1) if mask is None else mask.sum(2, keepdim=True).clamp(min=1)
-    total = V.detach().sum(2, keepdim=True, dtype=wide)
-    rest = V - (total / count).to(V.dtype)
+    x = V.detach().to(wide)
+    count = x.new_full((), x.shape[2]) if mask is None else mask.sum(2, keepdim=True).clamp(min=1)
+    total, squares = x.sum(2, keepdim=True), x.square()
+    # A mean that is one value's would cost the others their digits; normal numbers hardly ever stand out so far. Of a
+    # few values one always does.
+    share = (_FEW / count).clamp(max=0.75).masked_fill(count <= 4, 1)
+    stands_out = squares.amax(2, keepdim=True) > share * squares.sum(2, keepdim=True)
+    rest = V - (total / count).masked_fill(stands_out, 0).to(V.dtype)
     if mask is not None:
         rest = rest.masked_fill(~mask, 0)
     # Numbers of 16 bits less one number are all rounded the same way: what was taken from them is measured.

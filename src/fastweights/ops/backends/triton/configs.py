@@ -121,9 +121,9 @@ MAPPED_ROWS: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     },
 }
 
-# Up to so many walks (sequences times heads), and half as many of the larger D, leave most of a GPU idle. Those of so
-# many tokens are cut into groups, so that there are about so many programs for each half of them; with fewer groups, or
-# fewer chunks in one, the second walk does not pay.
+# Up to so many walks (sequences times heads) leave most of a GPU idle. Those of so many tokens are cut into groups, so
+# that there are about so many programs for each half of them; with fewer groups, or fewer chunks in one, the second
+# walk does not pay. The second half has to be longer, with D up to 64.
 FEW, LONG = 64, 2048
 PROGRAMS, MOST_GROUPS, LEAST_GROUPS, LEAST_CHUNKS = 256, 64, 8, 4
 
@@ -164,9 +164,10 @@ def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int, featur
     if features.map:
         config = _mapped(config, D, M)
     # A transition between groups is D x D and has to fit on chip.
-    if walks > (FEW if D <= 64 else FEW // 2) or T < LONG or D > 128:
+    many = walks > FEW // 2
+    if walks > FEW or T < LONG or D > 128 or (many and (T < 4 * LONG or D > 64)):
         return config
-    programs = PROGRAMS if walks <= FEW // 2 else 2 * PROGRAMS
+    programs = 2 * PROGRAMS if many else PROGRAMS
     # Every group is walked more than once: its inverses are better formed once.
     grouped = _changed(config, groups=min(MOST_GROUPS, programs // walks), prepared=1)
     return grouped if group_length(T, None, grouped) else config
