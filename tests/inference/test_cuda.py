@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fastweights.inference.beam import beam_search
-from fastweights.inference.recorded import RecordedDecoder, refusal
 from fastweights.inference.stream import Stream, open_reader
+from fastweights.inference.translate import RecordedDecoder, refusal
 from tests.inference.test_recorded import FAST
 from tests.inference.test_stream import CONSTANT, MODELS, text
 from tests.models.test_translation import V, make
@@ -70,7 +70,7 @@ def test_a_recorded_search_finds_the_same(kind, beam):
         for ours, theirs in zip(found, wanted, strict=True):
             # Products of other numbers of rows may be rounded in another way, and words that are close change places.
             if precision == torch.bfloat16:
-                assert ours[0].log_prob == pytest.approx(theirs[0].log_prob, rel=0.05)
+                assert ours[0].log_prob == pytest.approx(theirs[0].log_prob, rel=0.02)
                 continue
             assert [h.tokens for h in ours] == [h.tokens for h in theirs]
             assert [h.log_prob for h in ours] == pytest.approx([h.log_prob for h in theirs], rel=1e-4)

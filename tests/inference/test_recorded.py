@@ -9,9 +9,9 @@ import torch
 
 from fastweights.inference import recorded
 from fastweights.inference.beam import beam_search
-from fastweights.inference.recorded import RecordedDecoder, RecordedStep
+from fastweights.inference.recorded import RecordedStep
 from fastweights.inference.stream import Stream
-from fastweights.inference.translate import translate
+from fastweights.inference.translate import RecordedDecoder, translate
 from fastweights.tree import tensors_of
 from tests.inference.test_beam import sharp, sources
 from tests.inference.test_stream import CONSTANT, MODELS, text

@@ -47,7 +47,6 @@ MODELS: dict[str, dict[str, str]] = {
     "dpfp-delta": {"mixer": "dpfp", "rule": "delta"},
     "xl": {"mixer": "xl"},
 }
-DEFAULT_MODELS = ("transformer", "delta", "linear", "dpfp-delta", "performer-delta")
 
 
 class StockSoftmax(nn.AdaptiveLogSoftmaxWithLoss):
@@ -87,7 +86,6 @@ WAYS: dict[str, Way] = {
     "fast": Way({"precision": "bf16-mixed", "compile": "default", "graph": True}),
     "stock": Way({"precision": "bf16-mixed", "compile": "default"}, {FeedForward: "dense"}, with_stock_softmax),
 }
-DEFAULT_WAYS = ("plain", "fast")
 # Words 1 to 13,000 fall off as 1 / rank, rarer ones as 1 / rank²: 93 % in the head of 20,000, 3.5, 2.8 and 0.2 % in the
 # clusters after it, against 93, 3, 3 and 0.3 % in real text.
 ZIPF_BREAK, ZIPF_SHIFT = 13_000, 2.7

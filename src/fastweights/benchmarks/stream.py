@@ -23,7 +23,6 @@ from fastweights.models.language_model import LanguageModel
 from fastweights.models.presets import MIXER_CHOICES, PRESETS
 from fastweights.ops.tables import look_up
 
-MODELS = ("delta", "linear", "dpfp", "transformer")
 # Tokens timed after each past; the median counts.
 TIMED = 50
 SEED = 0

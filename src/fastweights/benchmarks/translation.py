@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastweights.benchmarks.record import write_record
-from fastweights.inference.recorded import RecordedDecoder, refusal
+from fastweights.inference.translate import RecordedDecoder, refusal
 from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_presets import PRESETS, SUBWORDS
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.models.translation import Encoded, TranslationModel, TranslationState
 from fastweights.tree import map_tensors, tensors_of
 
 
@@ -75,38 +74,3 @@ class RecordedStep:
         counts = iter([len(x) for x in tensors_of(state)])
         after = map_tensors(lambda x: x[: next(counts)], self._after)
         return map_tensors(lambda x: x[: len(token)], self._result), after
-
-
-class RecordedDecoder:
-    """A translation model whose decoder is recorded: for `beam_search`, which asks nothing else of a model.
-
-    As sentences leave the search the graph goes on with the rows that are left, and is made anew when they are fewer
-    than half.
-    """
-
-    def __init__(self, model: TranslationModel) -> None:
-        self.model = model
-        self._recorded: RecordedStep | None = None
-
-    def encode(self, source: Tensor, mask: Tensor | None = None) -> TranslationState:
-        """As the model's own."""
-        return self.model.encode(source, mask)
-
-    def step(self, token: Tensor, state: TranslationState) -> tuple[Tensor, TranslationState]:
-        """As the model's own; what comes back lies in the graph's memory until the next step."""
-        if isinstance(state.source, Encoded) or state.past is None:
-            return self.model.step(token, state)
-        recorded = self._recorded
-        if recorded is None or not recorded.fits(token, state) or 2 * len(token) < recorded.rows:
-            # The old one first: two of them need not fit into memory.
-            self._recorded = recorded = None
-            self._recorded = recorded = RecordedStep(self.model.step, token, state)
-        return recorded(token, state)
-
-
-def refusal(model: TranslationModel, device: torch.device) -> str | None:
-    """Why the steps of the model cannot be recorded on the device."""
-    config = model.config
-    if "softmax" in (config.decoder, config.cross):
-        return f"decoder {config.decoder!r} on a source through {config.cross!r} has a state that grows"
-    return None if device.type == "cuda" else f"a CUDA graph needs a CUDA device, and this is {device}"

@@ -63,7 +63,9 @@ class Stream:
             )
         device = model.softmax.weight.device
         if graph and not (device.type == "cuda" and config.mixer == "fast_weight"):
-            raise ValueError(f"graph = True needs fast weights on a GPU, got mixer {config.mixer!r} on {device}")
+            raise ValueError(
+                f"graph = True needs fast weights on a GPU, got mixer {config.mixer!r} on {device}; leave it out"
+            )
         self.model = model.eval()
         self._state = state
         self._hidden: Tensor | None = None

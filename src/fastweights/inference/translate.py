@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastweights.data.parallel import EOS, PAD, Tokenizer
 from fastweights.inference.beam import Search, beam_search
-from fastweights.inference.recorded import RecordedDecoder, refusal
-from fastweights.models.translation import TranslationModel
+from fastweights.inference.recorded import RecordedStep
+from fastweights.models.translation import Encoded, TranslationModel, TranslationState
 
 # Beams, and tokens of source with their padding, that are searched at once where nobody says: a GPU takes a thousand
 # rows in little more time than a few, and the features of a token may be ten thousand numbers.
@@ -107,6 +107,41 @@ def stream(
     """As `n_best` for lines without end, in their order: each group is translated before the next is asked for."""
     for lines in groups:
         yield from n_best(model, tokenizer, lines, search, batch=batch, device=device, graph=graph)
+
+
+class RecordedDecoder:
+    """A translation model whose decoder is recorded: for `beam_search`, which asks nothing else of a model.
+
+    As sentences leave the search the graph goes on with the rows that are left, and is made anew when they are fewer
+    than half.
+    """
+
+    def __init__(self, model: TranslationModel) -> None:
+        self.model = model
+        self._recorded: RecordedStep | None = None
+
+    def encode(self, source: Tensor, mask: Tensor | None = None) -> TranslationState:
+        """As the model's own."""
+        return self.model.encode(source, mask)
+
+    def step(self, token: Tensor, state: TranslationState) -> tuple[Tensor, TranslationState]:
+        """As the model's own; what comes back lies in the graph's memory until the next step."""
+        if isinstance(state.source, Encoded) or state.past is None:
+            return self.model.step(token, state)
+        recorded = self._recorded
+        if recorded is None or not recorded.fits(token, state) or 2 * len(token) < recorded.rows:
+            # The old one first: two of them need not fit into memory.
+            self._recorded = recorded = None
+            self._recorded = recorded = RecordedStep(self.model.step, token, state)
+        return recorded(token, state)
+
+
+def refusal(model: TranslationModel, device: torch.device) -> str | None:
+    """Why the steps of the model cannot be recorded on the device."""
+    config = model.config
+    if "softmax" in (config.decoder, config.cross):
+        return f"decoder {config.decoder!r} on a source through {config.cross!r} has a state that grows; leave it out"
+    return None if device.type == "cuda" else f"a CUDA graph needs a CUDA device, and this is {device}; leave it out"
 
 
 def lines_at_once(device: torch.device, beam: int, longest: int) -> int:
