@@ -10,6 +10,7 @@ from fastweights.experiments.perplexity import best_of, is_lower
 from fastweights.experiments.protocol import departures
 from fastweights.experiments.store import Store
 from fastweights.experiments.trained import training_of
+from fastweights.report.build import build
 from fastweights.report.figures import STYLES, draw
 from fastweights.training.language import plan
 from tests.experiments.language_fakes import cells, given, metrics, record, results, verdicts
@@ -131,6 +132,27 @@ def test_results_of_two_corpora_stay_apart(tmp_path):
         assert store.current(table)[1] == store.of(table, "smoke", context)
     (tmp_path / "table2" / "results.json").unlink()
     assert len(store.of(table, "smoke")) == 5, "the corpus of most cells"
+
+
+def test_other_budgets_are_shown_below(tmp_path):
+    table, store = EXPERIMENTS["wikipedia"], Store(tmp_path)
+    short, long = ({**given("wikipedia", "paper"), "set": {"steps": steps, "clip": 1.0}} for steps in (4224, 8448))
+    places = {place[0]: place for place in table.grid("paper")}
+    for context, models, level in ((short, list(places), 70.0), (long, ["delta", "linear"], 50.0)):
+        for model in models:
+            found = metrics(level + (model == "linear"), level + 2 * (model == "linear"))
+            store.save("wikipedia", record(table.cell("paper", *places[model], context), found))
+        store.assemble(table, "paper", short)
+    path, chapters = build(store)
+    (chapter,) = (chapter for chapter in chapters if chapter.experiment.name == "wikipedia")
+    (other,) = chapter.others
+    assert len(chapter.results.records) == 12 and {r.config["steps"] for r in other.results.records} == {8448}
+    assert [claim.holds for claim in other.claims] == [True], "delta below sum; nothing else was run for as long"
+    section = path.read_text().split("Also run: ")[1]
+    assert (
+        section.startswith("steps = 8448<") and ">50.0<" in section and ">70.0<" not in section.split("</section>")[0]
+    )
+    assert "--set steps=8448" in section and not any(c.others for c in chapters if c is not chapter)
 
 
 def test_claims_of_table_2():

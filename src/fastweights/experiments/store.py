@@ -90,25 +90,30 @@ class Store:
         return {slug: record for name in names for slug, record in self.known(name).items()}
 
     def of(self, experiment: Experiment, scale: str, given: Mapping[str, Any] | None = None) -> list[Record]:
-        """The experiment's cells of that scale and with what was `given`, in the order of its grid.
+        """The experiment's cells of that scale and with what was `given`, or of the first of its `groups`."""
+        groups = self.groups(experiment, scale)
+        if given is not None:
+            groups = [group for group in groups if _given(group[0], experiment) == _key(given)]
+        return groups[0] if groups else []
 
-        Without `given`, those of `results.json` count where it is of this scale, or else those that most cells have.
+    def groups(self, experiment: Experiment, scale: str) -> list[list[Record]]:
+        """The experiment's cells of that scale in the order of its grid, a group for each thing that was `given`.
+
+        The first is the one of `results.json` where that is of this scale, then those with the most cells.
         """
-        chosen, corpora = [], self.corpora()
+        found: dict[str, list[Record]] = {}
+        corpora = self.corpora()
         for record in self.known(experiment.name).values():
             cell = experiment.own(record) if record.config["scale"] == scale else None
             if cell is not None:
-                chosen.append(_completed(record, cell.paper, corpora))
-        found = [_key(given_of(record.config, experiment.given)) for record in chosen]
+                record = _completed(record, cell.paper, corpora)
+                found.setdefault(_given(record, experiment), []).append(record)
         assembled = self.assembled(experiment.name)
-        if given is None and assembled is not None and assembled.scale == scale and _key(assembled.given) in found:
-            given = assembled.given
-        if found:
-            wanted = Counter(found).most_common(1)[0][0] if given is None else _key(given)
-            chosen = [record for record, has in zip(chosen, found, strict=True) if has == wanted]
+        shown = _key(assembled.given) if assembled is not None and assembled.scale == scale else None
         models = list(experiment.models)
         order = lambda r: (models.index(r.config["model"]), r.config["size"], r.config["seed"])  # noqa: E731
-        return sorted(chosen, key=order)
+        ranked = sorted(found, key=lambda given: (given != shown, -len(found[given])))
+        return [sorted(found[given], key=order) for given in ranked]
 
     def corpora(self) -> dict[str, Any]:
         """The corpora that are known by their fingerprints; BadInput when the file is broken."""
@@ -239,6 +244,10 @@ def _completed(record: Record, paper: Any, corpora: Mapping[str, Any]) -> Record
 
 def _dump(value: Any) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def _given(record: Record, experiment: Experiment) -> str:
+    return _key(given_of(record.config, experiment.given))
 
 
 def _key(value: Any) -> str:

@@ -29,6 +29,7 @@ body { margin: 0 auto; max-width: 54rem; padding: 2rem 1.25rem 4rem; background:
   font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
 h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .5rem; }
 h2 { font-size: 1.35rem; line-height: 1.3; margin: 0 0 .15rem; }
+h3 { font-size: 1.1rem; line-height: 1.3; margin: 2rem 0 .15rem; }
 a { color: var(--link); }
 p { margin: .6rem 0; max-width: 44rem; }
 sub { font-size: .75em; line-height: 0; }
@@ -137,7 +138,28 @@ def _chapter(chapter: Chapter) -> str:
     parts.append(_claims(chapter.claims))
     if chapter.scale is not None:
         parts += [_samples(chapter), _how(chapter, chapter.scale), _data(chapter)]
+        parts += [_other(other, chapter, chapter.scale) for other in chapter.others]
     return "\n".join([*parts, "</section>\n"])
+
+
+def _other(chapter: Chapter, shown: Chapter, scale: str) -> str:
+    """The same experiment with other settings, below those that are shown in full."""
+    parts = [f"<h3>Also run: {escape(_difference(chapter, shown))}</h3>", _table(chapter), _figure(chapter)]
+    parts += [_claims(chapter.claims)] if chapter.claims else []
+    return "\n".join([*parts, _samples(chapter), _how(chapter, scale), _data(chapter)])
+
+
+def _difference(chapter: Chapter, shown: Chapter) -> str:
+    """What was given to these cells where the others have something else."""
+    given, before = (_given(records[0].config) for records in (chapter.results.records, shown.results.records))
+    names = [*given, *(name for name in before if name not in given)]
+    return ", ".join(f"{n} = {given.get(n, 'as usual')}" for n in names if given.get(n) != before.get(n))
+
+
+def _given(config: Mapping[str, Any]) -> dict[str, str]:
+    settings = {name: json.dumps(value) for name, value in config.get("set", {}).items()}
+    corpus = config.get("corpus")
+    return {"text": f"{corpus['name']} ({corpus['fingerprint']})", **settings} if corpus else settings
 
 
 def _note(chapter: Chapter, scale: str) -> str:
