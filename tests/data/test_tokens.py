@@ -44,6 +44,43 @@ def test_segments_of_any_step_without_those_before():
         assert found.starts_epoch == (step % len(segments) == 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int32])
+@pytest.mark.parametrize(("n", "batch", "length"), [(101, 4, 7), (100, 1, 16), (17, 8, 1), (1000, 3, 50)])
+def test_shuffled_segments_are_a_stretch_of_the_stream_in_another_order(n, batch, length, dtype):
+    shuffled = stream(n, dtype).shuffled(batch, length, seed=5)
+    orders, firsts = set(), set()
+    for epoch in range(8):
+        read = [shuffled.batch_at(epoch * len(shuffled) + i) for i in range(len(shuffled))]
+        inputs = torch.cat([segment.inputs for segment in read])
+        assert all(torch.equal(segment.targets, segment.inputs + 1) for segment in read)
+        assert all(segment.inputs.shape == (batch, length) and not segment.starts_epoch for segment in read)
+        assert torch.equal(inputs, inputs[:, :1] + torch.arange(length))
+        first = int(inputs.min())
+        assert first < length and torch.equal(inputs.flatten().sort()[0], first + torch.arange(inputs.numel()))
+        assert inputs.numel() + 1 + length + length * batch > n, "no batch more would have fitted in every epoch"
+        orders.add(tuple(inputs[:, 0].tolist()))
+        firsts.add(first)
+    assert len(orders) > 4 and len(firsts) > min(2, length - 1)
+    assert not torch.equal(stream(n).shuffled(batch, length, seed=6).batch_at(0).inputs, shuffled.batch_at(0).inputs)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_share_shuffled_segments_of_any_step(world):
+    shares = [stream(500).shuffled(6, 9, seed=3, rank=rank, world=world) for rank in range(world)]
+    for step in (40, 3, 17, 0, 1000):
+        # Of its own, without those before.
+        whole = stream(500).shuffled(6, 9, seed=3).batch_at(step)
+        parts = [share.batch_at(step) for share in shares]
+        assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
+        assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
+
+
+def test_shuffled_segments_know_where_documents_begin():
+    tokens = torch.arange(300, dtype=torch.int32)
+    found = TokenStream(tokens, tokens % 7 == 0).shuffled(4, 10).batch_at(8)
+    assert torch.equal(found.starts, found.inputs % 7 == 0)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 6])
 def test_ranks_share_the_rows_of_the_batch(world):
     whole = stream(500).segments(6, 9)
@@ -102,6 +139,10 @@ def test_windows_copy_nothing_but_the_batch():
         (lambda s: s.segments(4, 5, rank=2, world=2), "rank must be 0 … world - 1 = 1, got 2"),
         (lambda s: s.segments(60, 5), "take a batch of at most 50"),
         (lambda s: s.segments(4, 5).batch_at(-1), "at least 0, got -1"),
+        (lambda s: s.shuffled(0, 5), "batch must be a whole number of at least 1, got 0"),
+        (lambda s: s.shuffled(6, 5, world=4), "batch 6 cannot be shared evenly by 4 ranks"),
+        (lambda s: s.shuffled(20, 5), "100 tokens do not give 20 segments of 5 .* take a batch of at most 19"),
+        (lambda s: s.shuffled(4, 5).batch_at(-1), "at least 0, got -1"),
         (lambda s: s.windows(4, 5), "stride 5 would leave out tokens"),
         (lambda s: s.windows(4).batch_at(97), "batch must be 0 … 95, got 97"),
         (lambda s: TokenStream(s.tokens[:1]).windows(4), "nothing to predict"),
@@ -141,6 +182,9 @@ def test_streams_on_a_gpu(folder):
         assert torch.equal(found.targets.cpu(), expected.targets)
     for found, expected in zip(resident.segments(3, 11), corpus.train.segments(3, 11), strict=True):
         assert torch.equal(found.inputs.cpu(), expected.inputs) and torch.equal(found.targets.cpu(), expected.targets)
+    for step in (0, 5, 100):
+        found, expected = (each.shuffled(3, 11).batch_at(step) for each in (resident, corpus.train))
+        assert found.inputs.is_cuda and torch.equal(found.inputs.cpu(), expected.inputs)
 
 
 def edit(folder, **changes):

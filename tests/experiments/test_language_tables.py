@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fastweights.experiments import EXPERIMENTS, speed, table2, table3, table4, table5, wikipedia
+from fastweights.experiments import EXPERIMENTS, language, speed, table2, table3, table4, table5, wikipedia
 from fastweights.experiments.base import Results
 from fastweights.experiments.perplexity import best_of, is_lower
 from fastweights.experiments.protocol import departures
@@ -83,6 +83,20 @@ def test_settings_are_part_of_a_cell():
     for settings, message in refused:
         with pytest.raises(ValueError, match=message):
             cells("table3", **settings)
+
+
+def test_the_order_is_part_of_a_cell(monkeypatch):
+    assert all("order" not in cell.config for cell in cells("wikipedia-fast"))
+    context = {**given("wikipedia-fast", "paper"), "set": {"order": "shuffled"}}
+    table = EXPERIMENTS["wikipedia-fast"]
+    config = table.cell("paper", "delta", 128, 1111, context).config
+    seen = {}
+    monkeypatch.setattr("fastweights.training.language.LanguageTask", lambda *texts, **cutting: seen.update(cutting))
+    monkeypatch.setattr(language, "corpus_of", lambda config, data: None)
+    language.build(config, None)
+    assert config["order"] == seen["order"] == "shuffled" and seen["seed"] == 1111
+    with pytest.raises(ValueError, match="leaves nothing to carry"):
+        table.cell("paper", "delta-carried", 128, 1111, context)
 
 
 def test_documents_are_part_of_a_cell():

@@ -58,15 +58,23 @@ class Stops(LanguageTask):
         return super().batch(index, rank, world)
 
 
-@pytest.mark.parametrize(("mixer", "context"), [("delta", "carried"), ("performer", "limited"), ("xl", "carried")])
-def test_a_run_in_two_stretches_has_the_log_of_one(corpus, tmp_path, mixer, context):
-    run(corpus, tmp_path / "whole", mixer, context=context)
-    task, _ = small_task(corpus, mixer, context=context)
+@pytest.mark.parametrize(
+    ("mixer", "settings"),
+    [
+        ("delta", {"context": "carried"}),
+        ("performer", {"context": "limited"}),
+        ("xl", {"context": "carried"}),
+        ("delta", {"order": "shuffled"}),
+    ],
+)
+def test_a_run_in_two_stretches_has_the_log_of_one(corpus, tmp_path, mixer, settings):
+    run(corpus, tmp_path / "whole", mixer, **settings)
+    task, _ = small_task(corpus, mixer, **settings)
     task.__class__ = Stops
     with pytest.raises(Interrupted):
-        run(corpus, tmp_path / "parts", mixer, task, context=context)
+        run(corpus, tmp_path / "parts", mixer, task, **settings)
     torch.manual_seed(99)
-    run(corpus, tmp_path / "parts", mixer, context=context)
+    run(corpus, tmp_path / "parts", mixer, **settings)
     for kind in ("train", "valid"):
         assert losses(tmp_path / "parts", kind) == losses(tmp_path / "whole", kind)
 
@@ -147,6 +155,15 @@ def test_a_recipe_can_have_any_field_of_training(monkeypatch):
         plan(30, preset="tiny", optimizer="adam", muon_lr=0.1)
 
 
+def test_shuffled_segments_follow_the_seed(corpus):
+    same, again, other = (small_task(corpus, order="shuffled", seed=seed)[0] for seed in (3, 3, 4))
+    assert torch.equal(same.batch(5, 0, 1).inputs, again.batch(5, 0, 1).inputs)
+    assert not torch.equal(same.batch(5, 0, 1).inputs, other.batch(5, 0, 1).inputs)
+    assert same.describe()["order"] == "shuffled" and same.describe() != other.describe()
+    # A run from before there was a choice goes on.
+    assert not {"order", "seed"} & small_task(corpus)[0].describe().keys()
+
+
 def test_describes_itself_for_json(corpus):
     described = small_task(corpus)[0].describe()
     assert json.loads(json.dumps(described)) == described
@@ -160,6 +177,9 @@ def test_describes_itself_for_json(corpus):
         ("delta", {"preset": "tinny"}, "did you mean 'tiny'"),
         ("dleta", {}, "did you mean 'delta'"),
         ("delta", {"context": "carreid"}, "did you mean 'carried'"),
+        ("delta", {"order": "shufled"}, "did you mean 'shuffled'"),
+        ("delta", {"order": "shuffled", "context": "carried"}, "leaves nothing to carry"),
+        ("delta", {"order": "shuffled", "batch_size": 10_000}, "the train text of .* take a batch of at most"),
         ("delta", {"rule": "detla"}, "did you mean 'delta'"),
         ("delta", {"normalization": "sums"}, "did you mean 'sum'"),
         ("delta", {"precision": "bf16-mixd"}, "did you mean 'bf16-mixed'"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,21 +50,16 @@ class Segments:
     def __init__(
         self, tokens: Tensor, batch: int, length: int, rank: int = 0, world: int = 1, starts: Tensor | None = None
     ) -> None:
-        for name, value in (("batch", batch), ("length", length), ("world", world)):
-            _at_least_one(name, value)
-        if not 0 <= rank < world:
-            raise ValueError(f"rank must be 0 … world - 1 = {world - 1}, got {rank}")
-        if batch % world:
-            raise ValueError(f"batch {batch} cannot be shared evenly by {world} ranks; take a multiple of {world}")
+        mine = _share(batch, length, rank, world)
         if len(tokens) < 2 * batch:
             raise ValueError(
                 f"{len(tokens):,} tokens do not give {batch} rows of 2 or more; "
                 f"take a batch of at most {len(tokens) // 2}"
             )
-        size, share = len(tokens) // batch, batch // world
+        size = len(tokens) // batch
 
         def rows(stream: Tensor) -> Tensor:
-            return stream[: size * batch].view(batch, size)[rank * share : (rank + 1) * share]
+            return stream[: size * batch].view(batch, size)[mine]
 
         self.rows, self.starts, self.length = rows(tokens), None if starts is None else rows(starts), length
 
@@ -88,6 +84,63 @@ class Segments:
     def predictions(self) -> int:
         """Targets an epoch, in these rows."""
         return self.rows.shape[0] * (self.rows.shape[1] - 1)
+
+
+class ShuffledSegments:
+    """A stream cut into segments of L tokens that stand alone: each epoch in a new order, and cut at other places.
+
+    Equivalent to
+
+        draw = numpy.random.default_rng((seed, epoch))
+        first, order = draw.integers(L), draw.permutation(len(segments) * B)
+        starts = first + L * order[i * B : (i + 1) * B]
+        inputs, targets = tokens[starts + range(L)], tokens[starts + range(1, L + 1)]
+
+    for i = step % len(segments). What does not fill a batch is left out, at another place each time. Ranks share a
+    batch as those of `Segments` do.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        batch: int,
+        length: int,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        starts: Tensor | None = None,
+    ) -> None:
+        self._mine = _share(batch, length, rank, world)
+        self.tokens, self.starts, self.batch, self.length, self.seed = tokens, starts, batch, length, seed
+        if not len(self):
+            raise ValueError(
+                f"{len(tokens):,} tokens do not give {batch} segments of {length} that begin anywhere in the first "
+                f"{length}; take a batch of at most {(len(tokens) - length) // length}"
+            )
+        self._range = torch.arange(length + 1, device=tokens.device)
+        self._epoch, self._places = -1, torch.empty(0)
+
+    def __len__(self) -> int:
+        """Steps an epoch."""
+        return (len(self.tokens) - self.length) // self.length // self.batch
+
+    def batch_at(self, step: int) -> Segment:
+        """The segments of a step, counted from the first of the first epoch. Where nothing goes on, nothing starts."""
+        if step < 0:
+            raise IndexError(f"step must be at least 0, got {step}")
+        epoch, index = divmod(step, len(self))
+        if epoch != self._epoch:
+            self._epoch, self._places = epoch, self._draw(epoch)
+        places = self._places[index * self.batch : (index + 1) * self.batch][self._mine, None] + self._range
+        tokens = self.tokens[places].long()
+        starts = None if self.starts is None else self.starts[places[:, :-1]]
+        return Segment(tokens[:, :-1], tokens[:, 1:], False, starts)
+
+    def _draw(self, epoch: int) -> Tensor:
+        """Where the segments of an epoch begin, in their order."""
+        draw = np.random.default_rng((self.seed, epoch))
+        first, order = draw.integers(self.length), draw.permutation(len(self) * self.batch)
+        return torch.from_numpy(first + self.length * order).to(self.tokens.device)
 
 
 class Window(NamedTuple):
@@ -176,6 +229,10 @@ class TokenStream:
         """For training, and with batch 1 for evaluation with carried state: see `Segments`."""
         return Segments(self.tokens, batch, length, rank, world, self.starts)
 
+    def shuffled(self, batch: int, length: int, *, seed: int = 0, rank: int = 0, world: int = 1) -> ShuffledSegments:
+        """For training where each segment stands alone: see `ShuffledSegments`."""
+        return ShuffledSegments(self.tokens, batch, length, seed, rank, world, self.starts)
+
     def windows(self, length: int, stride: int = 1, *, batch: int = 1) -> Windows:
         """For evaluation by sliding window: see `Windows`."""
         return Windows(self.tokens, length, stride, batch, self.starts)
@@ -218,6 +275,18 @@ class Corpus:
 
 def _mapped(folder: Path, entry: dict[str, Any], dtype: torch.dtype) -> TokenStream:
     return TokenStream(torch.from_file(str(folder / entry["file"]), shared=False, size=entry["tokens"], dtype=dtype))
+
+
+def _share(batch: int, length: int, rank: int, world: int) -> slice:
+    """The rows of a batch that are this rank's."""
+    for name, value in (("batch", batch), ("length", length), ("world", world)):
+        _at_least_one(name, value)
+    if not 0 <= rank < world:
+        raise ValueError(f"rank must be 0 … world - 1 = {world - 1}, got {rank}")
+    if batch % world:
+        raise ValueError(f"batch {batch} cannot be shared evenly by {world} ranks; take a multiple of {world}")
+    share = batch // world
+    return slice(rank * share, (rank + 1) * share)
 
 
 def _at_least_one(name: str, value: int) -> None:

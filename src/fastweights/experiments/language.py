@@ -188,6 +188,7 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
             "training": storable(training),
             "evaluations": _evaluations(at, found.model.mixer, recipe.context),
             **({} if found.documents == "none" else {"documents": found.documents}),
+            **({} if recipe.order == "stream" else {"order": recipe.order}),
         }
 
     return configure
@@ -208,7 +209,7 @@ def build(config: Mapping[str, Any], data: Path | None) -> tuple[LanguageTask, T
     from fastweights.models.language_model import LanguageModelConfig
     from fastweights.training.language import LanguageTask
 
-    names = ("segment", "batch_size", "eval_batch", "context", "documents")
+    names = ("segment", "batch_size", "eval_batch", "context", "documents", "order", "seed")
     cutting = {name: config[name] for name in names if name in config}
     task = LanguageTask(LanguageModelConfig.from_dict(config["network"]), corpus_of(config, data), **cutting)
     return task, training_of(config, log_every=min(200, max(1, config["steps"] // 50)))

@@ -40,6 +40,15 @@ MIXER_CHOICES: dict[str, Choice] = {
 # What rules that only add are normalised by; those that also remove need the sums of Eq. 29 and do best without more.
 ADDITIVE_NORMALIZATION = {"sum": "attention", "gated": "attention", "decay": "attention"}
 CONTEXTS = ("limited", "carried")
+ORDERS = ("stream", "shuffled")
+
+
+def check_reading(context: str, order: str) -> None:
+    """Whether a text can be read so."""
+    look_up(dict.fromkeys(CONTEXTS), context, "context")
+    look_up(dict.fromkeys(ORDERS), order, "order")
+    if (context, order) == ("carried", "shuffled"):
+        raise ValueError("order 'shuffled' leaves nothing to carry; take order 'stream' or context 'limited'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +57,8 @@ class TrainingRecipe:
 
     Attributes:
         context: "limited" reads each segment alone; "carried" goes on from the state of the one before.
+        order: "stream" reads the text in rows from beginning to end; "shuffled" has segments from everywhere in a step,
+            cut at other places in each epoch, which a carried context cannot have.
         segment: words in a segment, the paper's L, which is also the span of backpropagation.
         batch_size: segments in a step.
         lr, warmup_steps, steps: of the schedule.
@@ -56,6 +67,7 @@ class TrainingRecipe:
     """
 
     context: str = "limited"
+    order: str = "stream"
     segment: int
     batch_size: int
     steps: int
@@ -65,7 +77,7 @@ class TrainingRecipe:
     training: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        look_up(dict.fromkeys(CONTEXTS), self.context, "context")
+        check_reading(self.context, self.order)
         for name in ("segment", "batch_size", "steps", "lr", "clip"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")

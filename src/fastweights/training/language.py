@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from fastweights.data.documents import DOCUMENTS, mark_documents
-from fastweights.data.tokens import Corpus, Segment, Segments
+from fastweights.data.tokens import Corpus, Segment, Segments, ShuffledSegments
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState, check_forgets
-from fastweights.models.presets import CONTEXTS, MIXER_CHOICES, PRESETS, TrainingRecipe, training_recipe
+from fastweights.models.presets import MIXER_CHOICES, PRESETS, TrainingRecipe, check_reading, training_recipe
 from fastweights.ops.tables import look_up
 from fastweights.training.config import TrainingConfig
 from fastweights.training.evaluate import EVAL_BATCH, Protocol, check_carried, measure
@@ -24,7 +24,7 @@ from fastweights.training.task import Outcome, Task
 
 # What the corpus or the arguments of `assemble` decide.
 _DECIDED = {"vocab_size": "follows from the corpus", "mixer": "has its own option", "rule": "has its own option"}
-_READING = {"segment": int, "batch_size": int, "eval_batch": int, "documents": str}
+_READING = {"segment": int, "batch_size": int, "eval_batch": int, "documents": str, "order": str}
 FIELDS = Fields(LanguageModelConfig, _READING, _DECIDED)
 
 
@@ -32,7 +32,8 @@ class LanguageTask(Task):
     """The next word of a corpus: its training text in `batch_size` rows, read in order, `segment` words at a time.
 
     With context "carried" each segment goes on from the state of the one before, without gradient, and an epoch begins
-    with none; with "limited" every segment stands alone. With `documents` other than "none" a model with fast weights
+    with none; with "limited" every segment stands alone, and with order "shuffled" those of a step come from everywhere
+    in the text, as `seed` has it. With `documents` other than "none" a model with fast weights
     also forgets where one of them begins, see `data.documents`. Validation reads the validation text in the same way in
     `eval_batch` rows, and gives "loss" (nats a word) and "ppl".
     """
@@ -47,22 +48,24 @@ class LanguageTask(Task):
         context: str = "limited",
         eval_batch: int = EVAL_BATCH,
         documents: str = "none",
+        order: str = "stream",
+        seed: int = 0,
     ) -> None:
-        look_up(dict.fromkeys(CONTEXTS), context, "context")
+        check_reading(context, order)
         look_up(DOCUMENTS, documents, "kind of documents")
         self.model, self.corpus, self.context, self.documents = model, corpus, context, documents
         self.segment, self.batch_size, self.eval_batch = segment, batch_size, eval_batch
-        self.carried = context == "carried"
+        self.carried, self.order, self.seed = context == "carried", order, seed
         self._check()
         # Layers refuse what a configuration cannot know, such as the options of a feature map.
         with torch.device("meta"):
             self.n_parameters = LanguageModel(model).n_parameters
         streams = {"train": corpus.train, "valid": corpus.valid}
         self._streams = {split: mark_documents(each, corpus.vocabulary, documents) for split, each in streams.items()}
-        self._segments: dict[tuple[int, int], Segments] = {}
-        for split, rows in (("train", batch_size), ("valid", eval_batch)):
+        self._segments: dict[tuple[int, int], Segments | ShuffledSegments] = {}
+        for split in self._streams:
             try:
-                self._streams[split].segments(rows, segment)
+                self._cut() if split == "train" else self._streams[split].segments(eval_batch, segment)
             except ValueError as error:
                 raise ValueError(f"the {split} text of {corpus.folder}: {error}") from None
 
@@ -95,11 +98,16 @@ class LanguageTask(Task):
             self._streams = {split: stream.to(device) for split, stream in self._streams.items()}
             self._segments = {}
 
+    def _cut(self, rank: int = 0, world: int = 1) -> Segments | ShuffledSegments:
+        stream = self._streams["train"]
+        if self.order == "shuffled":
+            return stream.shuffled(self.batch_size, self.segment, seed=self.seed, rank=rank, world=world)
+        return stream.segments(self.batch_size, self.segment, rank=rank, world=world)
+
     def batch(self, index: int, rank: int, world: int) -> Segment:
         """The segment of that number in the rows of this process."""
         if (rank, world) not in self._segments:
-            stream = self._streams["train"]
-            self._segments[rank, world] = stream.segments(self.batch_size, self.segment, rank=rank, world=world)
+            self._segments[rank, world] = self._cut(rank, world)
         segment = self._segments[rank, world].batch_at(index)
         # Where nothing is carried an epoch begins like any other segment, also for a recorded update.
         return segment._replace(starts_epoch=segment.starts_epoch and self.carried)
@@ -134,6 +142,7 @@ class LanguageTask(Task):
             "eval_batch": self.eval_batch,
             "documents": self.documents,
             "corpus": {"fingerprint": self.corpus.fingerprint, "vocabulary_sha256": vocabulary["sha256"]},
+            **({} if self.order == "stream" else {"order": self.order, "seed": self.seed}),
         }
 
 
@@ -166,6 +175,7 @@ def plan(
     look_up(MIXER_CHOICES, mixer, "mixer")
     model, task, training = FIELDS.sort(settings)
     given = {"context": context, "segment": task.get("segment"), "batch_size": task.get("batch_size")}
+    given |= {"order": task.get("order")}
     given |= {"steps": training.get("steps"), "lr": training.get("lr"), "warmup_steps": training.pop("warmup", None)}
     overrides = {name: value for name, value in given.items() if value is not None}
     recipe = _recipe(preset, mixer, overrides)
@@ -200,6 +210,8 @@ def assemble(corpus: Corpus, **choice: Any) -> tuple[LanguageTask, TrainingConfi
         context=made.recipe.context,
         eval_batch=made.eval_batch,
         documents=made.documents,
+        order=made.recipe.order,
+        seed=made.training.seed,
     )
     return task, made.training
 
