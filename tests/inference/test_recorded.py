@@ -11,10 +11,11 @@ from fastweights.inference import recorded
 from fastweights.inference.beam import beam_search
 from fastweights.inference.recorded import RecordedStep
 from fastweights.inference.stream import Stream
-from fastweights.inference.translate import RecordedDecoder, translate
+from fastweights.inference.translate import RecordedDecoder, refusal, translate
 from fastweights.tree import tensors_of
 from tests.inference.test_beam import sharp, sources
 from tests.inference.test_stream import CONSTANT, MODELS, text
+from tests.models.test_translation import MODELS as MODELS_OF_TRANSLATION
 from tests.training.small_text import random_model
 
 FAST = ["linear", "delta", "performer"]
@@ -90,6 +91,30 @@ def test_a_state_that_grows_is_refused(captures):
         _, state = model.step(torch.zeros(4, dtype=torch.int64), model.encode(source, mask))
         with pytest.raises(ValueError, match="the state grows with every token"):
             RecordedStep(model.step, torch.zeros(4, dtype=torch.int64), state)
+
+
+@pytest.mark.parametrize("kind", MODELS_OF_TRANSLATION)
+def test_what_grows_is_refused_and_nothing_else(kind):
+    model, (source, mask) = sharp(kind), sources()
+    token = torch.zeros(4, dtype=torch.int64)
+    with torch.no_grad():
+        _, before = model.step(token, model.encode(source, mask))
+        _, after = model.step(token, before)
+    grows = [x.shape for x in tensors_of(before)] != [x.shape for x in tensors_of(after)]
+    assert grows == (refusal(model, torch.device("cuda")) is not None)
+
+
+def test_sources_of_another_length_are_another_recording(captures):
+    model, (source, mask) = sharp("delta"), sources()
+    decoding = RecordedDecoder(model)
+    assert model.config.cross == "softmax"
+    for length in (6, 4, 5):
+        rows = (source[:, :length], mask[:, :length])
+        found = beam_search(decoding, *rows, beam=2, max_length=5)
+        wanted = beam_search(model, *rows, beam=2, max_length=5)
+        assert [h[0].tokens for h in found] == [h[0].tokens for h in wanted]
+        assert [h[0].log_prob for h in found] == pytest.approx([h[0].log_prob for h in wanted])
+    assert len(captures) >= 3
 
 
 def recorded_stream(model):

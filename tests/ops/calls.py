@@ -94,11 +94,11 @@ def random_call(rule, normalization=None, B=2, T=7, H=2, D=5, M=3, dtype=torch.f
     return call.to(dtype)
 
 
-def gradients(outputs, inputs, seed=1):
-    """Gradients of a random projection of all outputs, the final state among them."""
+def gradients(outputs, inputs, seed=1, exact_in=torch.float64):
+    """Gradients of a random projection of all outputs, the final state among them; of weights that a dtype can hold."""
     generator = torch.Generator().manual_seed(seed)
-    weights = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.device) for out in outputs]
-    loss = sum((out.double() * weight).sum() for out, weight in zip(outputs, weights, strict=True))
+    weights = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(exact_in) for out in outputs]
+    loss = sum((out.double() * w.double().to(out.device)).sum() for out, w in zip(outputs, weights, strict=True))
     return torch.autograd.grad(loss, inputs)
 
 

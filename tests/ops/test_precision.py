@@ -7,7 +7,16 @@ import fastweights as fw
 from fastweights.ops import family
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
-from tests.ops.calls import NORMALIZATIONS, PAIRS, gradients, linear_attention_errors, random_call, relative_error
+from tests.ops import emulated_kernels
+from tests.ops.calls import (
+    FAMILY,
+    NORMALIZATIONS,
+    PAIRS,
+    gradients,
+    linear_attention_errors,
+    random_call,
+    relative_error,
+)
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -96,60 +105,48 @@ def test_queries_keep_their_gradients_where_values_have_a_mean(mean):
         assert (found.double() - wanted).norm() < 1.5e-2 * wanted.norm()
 
 
-class RoundedProduct(torch.autograd.Function):
-    """einsum of operands that are rounded to bfloat16, there and on the way back, as tensor cores have it."""
-
-    @staticmethod
-    def forward(ctx, a, b, equation):
-        ctx.save_for_backward(a, b)
-        ctx.equation = equation
-        return torch.einsum(equation, *(x.bfloat16().to(x.dtype) for x in (a, b)))
-
-    @staticmethod
-    def backward(ctx, grad):
-        a, b, grad = (x.bfloat16().to(x.dtype) for x in (*ctx.saved_tensors, grad))
-        (left, right), out = ctx.equation.split("->")[0].split(","), ctx.equation.split("->")[1]
-        return (
-            torch.einsum(f"{out},{right}->{left}", grad, b),
-            torch.einsum(f"{left},{out}->{right}", a, grad),
-            None,
-        )
+def in_kernels(call):
+    """Outputs of a call as the kernels round them."""
+    problem = Problem(RULES[call.rule], call.q, call.k, call.v, call.gates, *call.state)
+    return [x for x in family.run(problem, emulated_kernels.recurrence) if x is not None]
 
 
-def any_recurrence_in_16_bits(q, k, v, a, e, w, W, packed, dtype):
-    """The family's recurrence, step by step; products of wide keys are exact."""
-    product = RoundedProduct.apply if k.dtype == torch.bfloat16 else lambda a, b, equation: torch.einsum(equation, a, b)
-    q, k, v, W = (x.double() for x in (q, k, v, W))
-    a, e, w = (None if x is None else x.double() for x in (a, e, w))
-    y = []
-    for t in range(q.shape[1]):
-        if a is not None:
-            W = a[:, t, :, None, None] * W
-        u = v[:, t] if w is None else w[:, t, :, None] * v[:, t]
-        if e is not None:
-            u = u - e[:, t, :, None] * product(W, k[:, t], "bhdm,bhd->bhm")
-        W = W + product(k[:, t], u, "bhd,bhm->bhdm")
-        y.append(product(W, q[:, t], "bhdm,bhd->bhm"))
-    return torch.stack(y, 1), W
+def everything(call, run, **how):
+    call = call.requiring_grad()
+    outputs = run(call)
+    return [*outputs, *gradients(outputs, call.inputs(), **how)]
 
 
+def reference(call):
+    return call.run("reference")
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("rule", FAMILY)
+def test_without_roundings_the_emulated_kernels_are_exact(rule, normalization):
+    call = random_call(rule, normalization, 2, 37, 2, 5, 3)
+    assert relative_error(everything(call, in_kernels), everything(call, reference)) < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", [(1, 63, 2, 8, 16), (2, 100, 2, 40, 33)])
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.coefficients is not None])
-def test_attention_normalisation_in_16_bits(rule, shape):
+@pytest.mark.parametrize("rule", FAMILY)
+def test_attention_normalisation_in_16_bits(rule, shape, seed):
     """Every gradient to 1 %, also those that are the difference of what is read and what it is divided by."""
+    call = random_call(rule, "attention", *shape, seed=seed).to(torch.bfloat16)
+    exact = everything(call.to(torch.float64), reference)
+    assert relative_error(everything(call, in_kernels), exact) < 1e-2
 
-    def everything(call, run):
-        call = call.requiring_grad()
-        outputs = run(call)
-        return [*outputs, *gradients(outputs, call.inputs())]
 
-    def ours(call):
-        problem = Problem(RULES[rule], call.q, call.k, call.v, call.gates, *(x.float() for x in call.state))
-        return family.run(problem, any_recurrence_in_16_bits)
-
-    call = random_call(rule, "attention", *shape).to(torch.bfloat16)
-    exact = everything(call.to(torch.float64), lambda call: call.run("reference"))
-    assert relative_error(everything(call, ours), exact) < 1e-2
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("rule", FAMILY)
+def test_one_token_in_16_bits(rule, normalization):
+    """Gradients of two gates to 1 %, however little of the sums that they are is left."""
+    for seed in range(40):
+        call = random_call(rule, normalization, 2, 1, 1, 8, 8, seed=seed).to(torch.bfloat16)
+        exact = everything(call.to(torch.float64), reference, exact_in=torch.bfloat16)
+        found = everything(call, in_kernels, exact_in=torch.bfloat16)
+        assert relative_error(found, exact) < 1e-2, seed
 
 
 def test_what_is_no_number_does_not_reach_tokens_before_it():

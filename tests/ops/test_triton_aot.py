@@ -38,11 +38,16 @@ GROUPED = [
     pytest.param(torch.bfloat16, D, D, configuration(D, D, torch.bfloat16, 16, 4096), id=f"bfloat16-{D}x{D}-grouped")
     for D in (16, 128)
 ]
+# One token in bfloat16 has rows of another dtype.
+ONE = [
+    pytest.param(torch.bfloat16, D, M, configuration(D, M, torch.bfloat16, 999, 1), id=f"bfloat16-{D}x{M}-one-token")
+    for D, M in TABLE[torch.float16]
+]
 
 
 MAPPED = [
-    pytest.param(dtype, d, Features.named(name, nu, True, True), id=f"{str(dtype)[6:]}-{d}-{name}-{nu}")
-    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    pytest.param(dtype, T, d, Features.named(name, nu, True, True), id=f"{str(dtype)[6:]}-{T}-{d}-{name}-{nu}")
+    for dtype, T in ((torch.bfloat16, 256), (torch.bfloat16, 1), (torch.float16, 256), (torch.float32, 256))
     for d, name, nu in ((16, "elu", 0), (32, "elu", 0), (16, "dpfp", 1), (16, "dpfp", 3), (32, "dpfp", 3))
     # Half a minute of compiling: float32 has its products in three.
     if (dtype, d, nu) != (torch.float32, 32, 3)
@@ -70,8 +75,12 @@ def launches(
     config: Config,
     gated: bool,
     features: Features = PLAIN,
+    tied: bool = True,
 ) -> list[Any]:
-    """What the launch code calls for the delta rule, or for packed sequences of the gated delta rule."""
+    """What the launch code calls for the delta rule, or for packed sequences of the gated delta rule.
+
+    With attention normalisation its gates are not `tied`: what is erased is divided.
+    """
     calls: list[Any] = []
     monkeypatch.setattr(launch, "_plans", {})
     for name in KERNELS:
@@ -84,13 +93,13 @@ def launches(
     B, T, H = 1 if gated else 2, (4096 if config.groups else 256), 8
     q, k, v = tensor(B, T, H, D), tensor(B, T, H, D), tensor(B, T, H, M)
     a, e = (tensor(B, T, H, dtype=torch.float32) for _ in range(2))
-    gates = (a if gated else None, e, None)
+    gates = (a if gated else None, e, None if tied else e)
     bounds = tensor(4, dtype=torch.int32) if gated else None
     W = tensor(3 if gated else B, H, features.size(D), M, dtype=torch.float32)
     wide = torch.float32
-    y, W_end, *kept = walks.forward(q, k, v, gates, W, bounds, dtype, wide, True, True, config, features)
+    y, W_end, *kept = walks.forward(q, k, v, gates, W, bounds, dtype, wide, tied, True, config, features)
     dW = W_end if gated else None
-    walks.backward(y, dW, q, k, v, gates, *kept, bounds, wide, True, True, config, features)
+    walks.backward(y, dW, q, k, v, gates, *kept, bounds, wide, tied, True, config, features)
     return calls
 
 
@@ -127,7 +136,7 @@ def check(calls: list[Any], capability: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED)
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED + ONE)
 def test_compiles_for_hopper(monkeypatch, dtype, D, M, config):
     calls = launches(monkeypatch, dtype, D, M, config, gated=False)
     assert len(calls) == (9 if config.groups else 4) - (1 + (not config.groups)) * config.fused
@@ -135,15 +144,24 @@ def test_compiles_for_hopper(monkeypatch, dtype, D, M, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED)
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED + ONE)
 def test_compiles_for_ampere(monkeypatch, dtype, D, M, config):
     check(launches(monkeypatch, dtype, D, M, config, gated=False), 80)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS)
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + ONE)
 def test_compiles_gated_and_packed(monkeypatch, dtype, D, M, config):
     check(launches(monkeypatch, dtype, D, M, config, gated=True), 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize(("D", "M"), TABLE[torch.float32], ids=str)
+def test_compiles_gated_and_normalised(monkeypatch, D, M, capability):
+    """In float32, as all dtypes then are."""
+    config = TABLE[torch.float32][D, M]
+    check(launches(monkeypatch, torch.float32, D, M, config, gated=True, tied=False), capability)
 
 
 @pytest.mark.slow
@@ -160,9 +178,9 @@ def test_the_most_features_fit_beside_the_most_values(monkeypatch, d, name, nu, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize(("dtype", "d", "features"), MAPPED)
-def test_compiles_with_feature_maps(monkeypatch, dtype, d, features, capability):
-    config = configuration(features.size(d), d, dtype, 999, 256, features)
+@pytest.mark.parametrize(("dtype", "T", "d", "features"), MAPPED)
+def test_compiles_with_feature_maps(monkeypatch, dtype, T, d, features, capability):
+    config = configuration(features.size(d), d, dtype, 999, T, features)
     check(launches(monkeypatch, dtype, d, d, config, gated=False, features=features), capability)
 
 

@@ -3,22 +3,23 @@
 import gc
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from fastweights.layers.fast_weight import FastWeightAttention
-from fastweights.ops import memory, reference
+from fastweights.ops import family, memory, reference
 from fastweights.ops.backends.triton import self_check
 from fastweights.ops.backends.triton.kinds import StepKind
-from fastweights.ops.backends.triton.ops import step_op, takes_step
+from fastweights.ops.backends.triton.ops import recurrence, step_op, takes_step
 from fastweights.ops.family import takes_logits
 from fastweights.ops.features import Features
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES, Coefficients
 from fastweights.ops.state import FastWeightState
-from tests.ops.calls import FAMILY, NORMALIZATIONS, random_call
+from tests.ops.calls import FAMILY, NORMALIZATIONS, gradients, random_call, relative_error
 from tests.ops.interpreted import inside, outside, poisoned, rerun  # noqa: F401
 
 pytest.importorskip("triton")
@@ -51,6 +52,23 @@ def test_sizes(D, M, dtype):
     exact = call.to(torch.float64).run("reference")
     for a, b in zip(call.run("triton"), exact, strict=True):
         assert (a - b).norm() <= (1e-6 if dtype == torch.float32 else 1e-3) * b.norm()
+
+
+@inside
+@pytest.mark.parametrize(("D", "M"), [(8, 8), (40, 33)])
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("rule", FAMILY)
+def test_with_gradients_in_bfloat16(rule, normalization, D, M):
+    """A walk, of float32 operands: only 16-bit ones go wrong in the interpreter."""
+    call = random_call(rule, normalization, 2, 1, 1, D, M).to(torch.bfloat16)
+    found = []
+    for data in (call, call.to(torch.float64)):
+        data = data.requiring_grad()
+        problem = Problem(RULES[rule], data.q, data.k, data.v, data.gates, *data.state)
+        run = partial(family.run, recurrence=recurrence) if data.q.dtype == torch.bfloat16 else reference.run
+        outputs = [x for x in run(problem) if x is not None]
+        found.append([*outputs, *gradients(outputs, data.inputs())])
+    assert relative_error(*found) < 1e-2
 
 
 @inside

@@ -62,7 +62,8 @@ def n_best(
     """The n best translations of every line, best first, none for an empty one.
 
     Lines of like length are searched together, the longest first, `batch` at a time or as many as suit the device;
-    `report` is told how many are done of how many. With `graph` steps are CUDA graphs, for fast weights on a GPU.
+    `report` is told how many are done of how many. With `graph` steps are CUDA graphs, for fast weights in the decoder
+    and on a GPU.
     """
     device = model.embedding.weight.device if device is None else torch.device(device)
     if batch is not None and batch < 1:
@@ -113,7 +114,7 @@ class RecordedDecoder:
     """A translation model whose decoder is recorded: for `beam_search`, which asks nothing else of a model.
 
     As sentences leave the search the graph goes on with the rows that are left, and is made anew when they are fewer
-    than half.
+    than half. A source read through softmax is kept token by token: another length of it is another graph.
     """
 
     def __init__(self, model: TranslationModel) -> None:
@@ -137,10 +138,9 @@ class RecordedDecoder:
 
 
 def refusal(model: TranslationModel, device: torch.device) -> str | None:
-    """Why the steps of the model cannot be recorded on the device."""
-    config = model.config
-    if "softmax" in (config.decoder, config.cross):
-        return f"decoder {config.decoder!r} on a source through {config.cross!r} has a state that grows; leave it out"
+    """Why the steps of the model cannot be recorded on the device; what it keeps of a source never grows."""
+    if model.config.decoder == "softmax":
+        return "decoder 'softmax' has a state that grows with every token; leave it out"
     return None if device.type == "cuda" else f"a CUDA graph needs a CUDA device, and this is {device}; leave it out"
 
 

@@ -43,7 +43,8 @@ class Recurrence(Protocol):
 def run(problem: Problem, recurrence: Recurrence, most: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """y, final W and z of a rule of the family; `most` is how many values a recurrence can have."""
     q, k, v, W, z, packed = problem.q, problem.k, problem.v, problem.W, problem.z, problem.cu_seqlens
-    a, e, w = coefficients(problem)
+    fading, e, w = coefficients_of(problem.rule, problem.gates, bool(problem.features.logits), problem.state_dtype)
+    a = _with_starts(problem, fading)
     if z is None:
         y, W = recurrence(q, k, v, a, e, w, W, packed, q.dtype)
         return y, W, None
@@ -68,12 +69,15 @@ def run(problem: Problem, recurrence: Recurrence, most: int | None = None) -> tu
     else:
         # What everything is divided by is computed from wide numbers: its errors would be those of all gradients.
         q_, k_, one = (x.to(wide) for x in (q, k, one))
+        if fading is not None:
+            # So is what is divided: a decay changes both alike, and its gradient is the little by which it does not.
+            q, k, v = q_, k_, v.to(wide)
         # a_t z_{t-1} obeys the recurrence with each key one step late.
         recalled, _ = recurrence(k_, _late(k_, packed), one, a, None, a, z[..., None], packed, wide)
         total, z = recurrence(q_, k_, one, a, None, None, z[..., None], packed, wide)
         z = z[..., 0]
         y, W = recurrence(q, k, v, a, safe_divide(e, recalled[..., 0]), w, W, packed, wide)
-    return safe_divide(y, total).to(q.dtype), W, z
+    return safe_divide(y, total).to(problem.q.dtype), W, z
 
 
 # Values have something in common where their mean is at least so many times the root of their mean square. One that
@@ -115,11 +119,15 @@ class _Logit:
 def coefficients(problem: Problem) -> Optional3:
     """a, e and w, or their logits where the gates are logits; one and the same tensor where two are one gate."""
     a, e, w = coefficients_of(problem.rule, problem.gates, bool(problem.features.logits), problem.state_dtype)
+    return _with_starts(problem, a), e, w
+
+
+def _with_starts(problem: Problem, a: Tensor | None) -> Tensor | None:
+    """The rule's decay, and 0 where a text starts: a memory that fades to nothing is empty, exactly."""
     if problem.starts is None:
-        return a, e, w
-    # A memory that fades to nothing is empty, exactly.
+        return a
     kept = (~problem.starts).to(problem.state_dtype).unsqueeze(-1)
-    return kept.repeat(1, 1, problem.q.shape[2]) if a is None else a * kept, e, w
+    return kept.repeat(1, 1, problem.q.shape[2]) if a is None else a * kept
 
 
 def coefficients_of(rule: Rule, gates: dict[str, Tensor], logits: bool, wide: torch.dtype) -> Optional3:
@@ -169,7 +177,7 @@ def parts(problem: Problem, most: int | None = None) -> list[Part]:
         return [Part(dtype, size, decay, False, write, False) for size in sizes]
     wide = problem.state_dtype
     divisors = [Part(wide, 1, decay, False, decay, False), Part(wide, 1, decay, False, False, False)]
-    return [*divisors, Part(dtype, M, decay, True, w is not None, False)]
+    return [*divisors, Part(dtype if a is None else wide, M, decay, True, w is not None, False)]
 
 
 def _late(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:

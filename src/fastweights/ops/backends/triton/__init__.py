@@ -109,9 +109,9 @@ def _unproven(problem: Problem) -> str | None:
     """Which of the kernels that the problem needs failed their self-check."""
     q, (N, H, D, M), features = problem.q, problem.W.shape, problem.features
     packed, walks, one = problem.cu_seqlens is not None, min(N * H, FEW + 1), takes_step(problem)
-    # Only where there are few long walks does anything depend on how long they are.
-    long = q.shape[1] if walks <= FEW and q.shape[1] >= LONG else 0
-    form = (problem.z is None, problem.starts is None, packed, walks, long, features, one)
+    # Only where there are few long walks, or one token, does anything depend on how long they are.
+    T = q.shape[1] if (walks <= FEW and q.shape[1] >= LONG) or q.shape[1] == 1 else 0
+    form = (problem.z is None, problem.starts is None, packed, walks, T, features, one)
     key = (problem.rule.coefficients, q.dtype, q.device, H, D, M, *form)
     if key not in _decided:
         kinds: list[AnyKind] = []
@@ -119,7 +119,7 @@ def _unproven(problem: Problem) -> str | None:
             kinds.append(StepKind.of_problem(problem))
         else:
             for part in family.parts(problem, LARGEST_M):
-                config = configuration(D, part.M, part.dtype, walks, long, features)
+                config = configuration(D, part.M, part.dtype, walks, T, features)
                 kinds.append(Kind(part.dtype, q.shape[3], *part[1:], packed, config, features))
         reasons = (self_check.refusal(kind, H, q.device) for kind in kinds)
         _decided[key] = next((reason for reason in reasons if reason), None)

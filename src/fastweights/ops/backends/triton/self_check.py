@@ -276,11 +276,15 @@ def shipped() -> Iterator[AnyKind]:
             for row in (config,) if config == grouped else (config, grouped):
                 yield Kind(dtype, D, M, False, True, False, True, False, row)
             yield Kind(dtype, D, M, True, True, False, True, True, config)
+    for D, M in TABLE[torch.float16]:
+        # One token takes these in bfloat16 too.
+        config = configuration(D, M, torch.bfloat16, FEW + 1, 1)
+        yield Kind(torch.bfloat16, D, M, True, True, False, True, False, config)
     # The paper's heads, and those with the most features that are mapped on chip.
     for dtype in LIMITS:
         for d, name, nu in ((16, "elu", 0), (32, "elu", 0), *((d, "dpfp", nu) for d in (16, 32) for nu in (1, 2, 3))):
             features = Features.named(name, nu, sum=True, logits=True)
-            config = configuration(features.size(d), d, dtype, FEW + 1, 1, features)
+            config = configuration(features.size(d), d, dtype, FEW + 1, LONG, features)
             yield Kind(dtype, d, d, False, True, False, True, False, config, features)
             yield StepKind(dtype, d, d, False, True, False, True, False, features)
         for D, M in ((64, 64), (512, 256)):
