@@ -46,21 +46,23 @@ def test_segments_of_any_step_without_those_before():
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.int32])
 @pytest.mark.parametrize(("n", "batch", "length"), [(101, 4, 7), (100, 1, 16), (17, 8, 1), (1000, 3, 50)])
-def test_shuffled_segments_are_a_stretch_of_the_stream_in_another_order(n, batch, length, dtype):
+def test_shuffled_segments_are_everywhere(n, batch, length, dtype):
     shuffled = stream(n, dtype).shuffled(batch, length, seed=5)
-    orders, firsts = set(), set()
-    for epoch in range(8):
+    orders, firsts, seen = set(), set(), set()
+    for epoch in range(60):
         read = [shuffled.batch_at(epoch * len(shuffled) + i) for i in range(len(shuffled))]
         inputs = torch.cat([segment.inputs for segment in read])
         assert all(torch.equal(segment.targets, segment.inputs + 1) for segment in read)
         assert all(segment.inputs.shape == (batch, length) and not segment.starts_epoch for segment in read)
         assert torch.equal(inputs, inputs[:, :1] + torch.arange(length))
-        first = int(inputs.min())
-        assert first < length and torch.equal(inputs.flatten().sort()[0], first + torch.arange(inputs.numel()))
+        (first,) = set((inputs[:, 0] % length).tolist())
+        assert len(set(inputs[:, 0].tolist())) == len(inputs), "each once in an epoch"
         assert inputs.numel() + 1 + length + length * batch > n, "no batch more would have fitted in every epoch"
         orders.add(tuple(inputs[:, 0].tolist()))
         firsts.add(first)
-    assert len(orders) > 4 and len(firsts) > min(2, length - 1)
+        seen.update(inputs.flatten().tolist())
+    assert len(orders) > 30 and len(firsts) > min(2, length - 1)
+    assert set(range(length - 1, n - length)) <= seen, "no stretch of the text is always left out"
     assert not torch.equal(stream(n).shuffled(batch, length, seed=6).batch_at(0).inputs, shuffled.batch_at(0).inputs)
 
 
@@ -142,6 +144,9 @@ def test_windows_copy_nothing_but_the_batch():
         (lambda s: s.shuffled(0, 5), "batch must be a whole number of at least 1, got 0"),
         (lambda s: s.shuffled(6, 5, world=4), "batch 6 cannot be shared evenly by 4 ranks"),
         (lambda s: s.shuffled(20, 5), "100 tokens do not give 20 segments of 5 .* take a batch of at most 19"),
+        (lambda s: s.shuffled(2, 60), "100 tokens do not give 2 segments of 60 .* take shorter ones"),
+        (lambda s: s.shuffled(2, 160), "100 tokens do not give 2 segments of 160 .* take shorter ones"),
+        (lambda s: s.shuffled(2, 6, seed=-1), "seed must be at least 0 for shuffled segments, got -1"),
         (lambda s: s.shuffled(4, 5).batch_at(-1), "at least 0, got -1"),
         (lambda s: s.windows(4, 5), "stride 5 would leave out tokens"),
         (lambda s: s.windows(4).batch_at(97), "batch must be 0 … 95, got 97"),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fastweights.experiments import EXPERIMENTS, language, speed, table2, table3, table4, table5, wikipedia
-from fastweights.experiments.base import Results
+from fastweights.experiments.base import Results, Selection
 from fastweights.experiments.perplexity import best_of, is_lower
 from fastweights.experiments.protocol import departures
 from fastweights.experiments.store import Store
@@ -95,7 +95,7 @@ def test_the_order_is_part_of_a_cell(monkeypatch):
     monkeypatch.setattr(language, "corpus_of", lambda config, data: None)
     language.build(config, None)
     assert config["order"] == seen["order"] == "shuffled" and seen["seed"] == 1111
-    with pytest.raises(ValueError, match="leaves nothing to carry"):
+    with pytest.raises(ValueError, match="order 'shuffled' leaves none"):
         table.cell("paper", "delta-carried", 128, 1111, context)
 
 
@@ -167,6 +167,31 @@ def test_other_budgets_are_shown_below(tmp_path):
         section.startswith("steps = 8448<") and ">50.0<" in section and ">70.0<" not in section.split("</section>")[0]
     )
     assert "--set steps=8448" in section and not any(c.others for c in chapters if c is not chapter)
+
+
+def test_what_others_were_given_is_their_heading(tmp_path):
+    """Another text, another device: whatever an experiment takes."""
+    table, speeds, store = EXPERIMENTS["table2"], EXPERIMENTS["speed"], Store(tmp_path)
+    ours = given("table2", "smoke")
+    other = {**ours, "corpus": {**ours["corpus"], "name": "another", "fingerprint": "z"}}
+    for context, count in ((ours, 5), (other, 1)):
+        for cell in table.cells("smoke", None, context)[:count]:
+            store.save("table2", record(cell, metrics(10.0, 11.0)))
+    for device, count in (("cuda", 2), ("cpu", 1)):
+        for cell in speeds.cells("smoke", None, {"set": {}, "device": device})[:count]:
+            store.save("speed", record(cell, dict.fromkeys(("words_per_s", "slowest", "fastest", "memory_bytes"), 1.0)))
+    headings = build(store)[0].read_text().split("<h3>Also run: ")[1:]
+    assert [heading.split("</h3>")[0] for heading in headings] == ["text = another (z)", "device = cpu"]
+
+
+def test_speed_reads_the_text_as_its_cells_say(monkeypatch):
+    seen = {}
+    monkeypatch.setattr("fastweights.training.language.LanguageTask", lambda *texts, **cut: seen.update(cut) or 1 / 0)
+    context = {"set": {"order": "shuffled"}, "device": "cpu"}
+    config = EXPERIMENTS["speed"].cells("smoke", Selection(models=("delta",)), context)[0].config
+    with pytest.raises(ZeroDivisionError):
+        speed.measure(config, "cpu")
+    assert seen["order"] == "shuffled" and seen["seed"] == config["seed"]
 
 
 def test_claims_of_table_2():

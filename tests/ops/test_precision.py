@@ -129,13 +129,14 @@ def test_without_roundings_the_emulated_kernels_are_exact(rule, normalization):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("shape", [(1, 63, 2, 8, 16), (2, 100, 2, 40, 33)])
+@pytest.mark.parametrize("shape", [(1, 63, 2, 8, 16), (1, 300, 2, 40, 33)])
 @pytest.mark.parametrize("rule", FAMILY)
 def test_attention_normalisation_in_16_bits(rule, shape, seed):
     """Every gradient to 1 %, also those that are the difference of what is read and what it is divided by."""
     call = random_call(rule, "attention", *shape, seed=seed).to(torch.bfloat16)
     exact = everything(call.to(torch.float64), reference)
-    assert relative_error(everything(call, in_kernels), exact) < 1e-2
+    # What is computed in float32 has lost no more than dy and the results.
+    assert relative_error(everything(call, in_kernels), exact) < (5e-3 if rule == "gated_delta" else 1e-2)
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)

@@ -178,7 +178,7 @@ def test_describes_itself_for_json(corpus):
         ("dleta", {}, "did you mean 'delta'"),
         ("delta", {"context": "carreid"}, "did you mean 'carried'"),
         ("delta", {"order": "shufled"}, "did you mean 'shuffled'"),
-        ("delta", {"order": "shuffled", "context": "carried"}, "leaves nothing to carry"),
+        ("delta", {"order": "shuffled", "context": "carried"}, "order 'shuffled' leaves none"),
         ("delta", {"order": "shuffled", "batch_size": 10_000}, "the train text of .* take a batch of at most"),
         ("delta", {"rule": "detla"}, "did you mean 'delta'"),
         ("delta", {"normalization": "sums"}, "did you mean 'sum'"),

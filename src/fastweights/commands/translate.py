@@ -25,7 +25,9 @@ def translate(
     batch: Annotated[int | None, typer.Option(help="Lines at once.", show_default="as many as suit the device")] = None,
     checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    graph: Annotated[bool, typer.Option("--graph", help="Steps as CUDA graphs: fast weights decode on a GPU.")] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Steps as CUDA graphs: for decoders of fast weights on a GPU.")
+    ] = False,
 ) -> None:
     """Translate standard input, line by line, to standard output: as many lines, in their order, empty ones too.
 

@@ -92,11 +92,11 @@ class ShuffledSegments:
     Equivalent to
 
         draw = numpy.random.default_rng((seed, epoch))
-        first, order = draw.integers(L), draw.permutation(len(segments) * B)
+        first, order = draw.integers(L), draw.permutation((N - L) // L)
         starts = first + L * order[i * B : (i + 1) * B]
         inputs, targets = tokens[starts + range(L)], tokens[starts + range(1, L + 1)]
 
-    for i = step % len(segments). What does not fill a batch is left out, at another place each time. Ranks share a
+    for i = step % len(segments). Segments that do not fill a batch are left out, others in each epoch. Ranks share a
     batch as those of `Segments` do.
     """
 
@@ -111,21 +111,25 @@ class ShuffledSegments:
         starts: Tensor | None = None,
     ) -> None:
         self._mine = _share(batch, length, rank, world)
-        self.tokens, self.starts, self.batch, self.length, self.seed = tokens, starts, batch, length, seed
-        if not len(self):
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0 for shuffled segments, got {seed}")
+        # Wherever the first begins, so many fit in.
+        self._count = (len(tokens) - length) // length
+        if self._count < batch:
+            remedy = f"take a batch of at most {self._count}" if self._count > 0 else "take shorter ones"
             raise ValueError(
-                f"{len(tokens):,} tokens do not give {batch} segments of {length} that begin anywhere in the first "
-                f"{length}; take a batch of at most {(len(tokens) - length) // length}"
+                f"{len(tokens):,} tokens do not give {batch} segments of {length} that begin anywhere; {remedy}"
             )
+        self.tokens, self.starts, self.batch, self.length, self.seed = tokens, starts, batch, length, seed
         self._range = torch.arange(length + 1, device=tokens.device)
         self._epoch, self._places = -1, torch.empty(0)
 
     def __len__(self) -> int:
         """Steps an epoch."""
-        return (len(self.tokens) - self.length) // self.length // self.batch
+        return self._count // self.batch
 
     def batch_at(self, step: int) -> Segment:
-        """The segments of a step, counted from the first of the first epoch. Where nothing goes on, nothing starts."""
+        """The segments of a step, counted from the first of the first epoch; `starts_epoch` is always False."""
         if step < 0:
             raise IndexError(f"step must be at least 0, got {step}")
         epoch, index = divmod(step, len(self))
@@ -139,7 +143,7 @@ class ShuffledSegments:
     def _draw(self, epoch: int) -> Tensor:
         """Where the segments of an epoch begin, in their order."""
         draw = np.random.default_rng((self.seed, epoch))
-        first, order = draw.integers(self.length), draw.permutation(len(self) * self.batch)
+        first, order = draw.integers(self.length), draw.permutation(self._count)
         return torch.from_numpy(first + self.length * order).to(self.tokens.device)
 
 

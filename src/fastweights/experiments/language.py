@@ -209,10 +209,15 @@ def build(config: Mapping[str, Any], data: Path | None) -> tuple[LanguageTask, T
     from fastweights.models.language_model import LanguageModelConfig
     from fastweights.training.language import LanguageTask
 
-    names = ("segment", "batch_size", "eval_batch", "context", "documents", "order", "seed")
-    cutting = {name: config[name] for name in names if name in config}
-    task = LanguageTask(LanguageModelConfig.from_dict(config["network"]), corpus_of(config, data), **cutting)
+    corpus, network = corpus_of(config, data), LanguageModelConfig.from_dict(config["network"])
+    task = LanguageTask(network, corpus, eval_batch=config["eval_batch"], **cutting(config))
     return task, training_of(config, log_every=min(200, max(1, config["steps"] // 50)))
+
+
+def cutting(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How the text of a cell is cut for training, as `LanguageTask` wants it."""
+    names = ("segment", "batch_size", "context", "documents", "order", "seed")
+    return {name: config[name] for name in names if name in config}
 
 
 def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: str) -> dict[str, Any]:

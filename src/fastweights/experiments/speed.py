@@ -131,11 +131,10 @@ def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
     forget_others(device)
     before = _held(device)
     network = LanguageModelConfig.from_dict(config["network"])
-    cutting = {name: config[name] for name in ("segment", "batch_size", "context")}
     stretches, updates = config["stretches"], config["updates"]
     tokens = config["segment"] * config["batch_size"]
     corpus = _text(network.vocab_size, tokens * (stretches + 1) * updates + config["batch_size"])
-    task = LanguageTask(network, corpus, eval_batch=1, **cutting)
+    task = LanguageTask(network, corpus, eval_batch=1, **language.cutting(config))
     settings = replace(training_of(config), **means(device, config))
     learner = Learner(launch(task, settings), task, settings)
     speeds = []

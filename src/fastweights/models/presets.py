@@ -48,7 +48,10 @@ def check_reading(context: str, order: str) -> None:
     look_up(dict.fromkeys(CONTEXTS), context, "context")
     look_up(dict.fromkeys(ORDERS), order, "order")
     if (context, order) == ("carried", "shuffled"):
-        raise ValueError("order 'shuffled' leaves nothing to carry; take order 'stream' or context 'limited'")
+        raise ValueError(
+            "context 'carried' goes on from the segment before, and order 'shuffled' leaves none; take order 'stream', "
+            "or models of limited context alone"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from fastweights.experiments.base import SCALES, Claim, Table
+from fastweights.experiments.base import SCALES, Claim, Table, given_of
 from fastweights.experiments.protocol import departures
 from fastweights.report.tables import format_seconds, losses, tally
 
@@ -151,15 +151,18 @@ def _other(chapter: Chapter, shown: Chapter, scale: str) -> str:
 
 def _difference(chapter: Chapter, shown: Chapter) -> str:
     """What was given to these cells where the others have something else."""
-    given, before = (_given(records[0].config) for records in (chapter.results.records, shown.results.records))
+    given, before = map(_given, (chapter, shown))
     names = [*given, *(name for name in before if name not in given)]
     return ", ".join(f"{n} = {given.get(n, 'as usual')}" for n in names if given.get(n) != before.get(n))
 
 
-def _given(config: Mapping[str, Any]) -> dict[str, str]:
-    settings = {name: json.dumps(value) for name, value in config.get("set", {}).items()}
-    corpus = config.get("corpus")
-    return {"text": f"{corpus['name']} ({corpus['fingerprint']})", **settings} if corpus else settings
+def _given(chapter: Chapter) -> dict[str, str]:
+    """What all cells of a chapter were given, each thing by its name."""
+    given = given_of(chapter.results.records[0].config, chapter.experiment.given)
+    settings = {name: json.dumps(value) for name, value in given.pop("set", {}).items()}
+    corpus = given.pop("corpus", None)
+    text = {"text": f"{corpus['name']} ({corpus['fingerprint']})"} if corpus else {}
+    return {**text, **{name: str(value) for name, value in given.items()}, **settings}
 
 
 def _note(chapter: Chapter, scale: str) -> str:
@@ -213,7 +216,7 @@ def _figure(chapter: Chapter) -> str:
     drawn = {"surfaces": "Surface plot", "scatter": "Scatter plot", "bars": "Bar chart"}.get(plot.kind, "Line plot")
     axes = f" of {plot.y_label} over {plot.x_label}" if plot.y_label else f" of {plot.x_label}"
     axes = "" if plot.kind == "surfaces" else axes
-    alt = f"{drawn}{axes} for {models}. {verdicts}."
+    alt = f"{drawn}{axes} for {models}." + (f" {verdicts}." if verdicts else "")
     kind = _DRAWN.get(plot.kind, "").format(loss=results.loss.split("_")[0])
     seeds = len({record.config["seed"] for record in results.records})
     spread = f"mean and range over {seeds} seeds" if seeds > 1 else ""

@@ -52,7 +52,7 @@ class TrainingConfig:
         clip: largest global norm of the gradient; None leaves it as it is.
         accumulate: batches in one update.
         precision: "32-true", "bf16-mixed" (autocast, float32 weights), "bf16-true" or "64-true".
-        seed: of initial weights and dropout; process r draws its dropout from seed + 1 + r.
+        seed: of initial weights, dropout and the order of shuffled text; process r draws its dropout from seed + 1 + r.
         eval_every: updates between validations; None for one at the end.
         log_every: updates between lines of the log. On a GPU the host waits for the device only then, and several
             processes agree only then to heed a signal or the clock.

@@ -7,6 +7,7 @@ train(task, config, "runs/tiny-delta")
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +32,11 @@ FIELDS = Fields(LanguageModelConfig, _READING, _DECIDED)
 class LanguageTask(Task):
     """The next word of a corpus: its training text in `batch_size` rows, read in order, `segment` words at a time.
 
+    With order "shuffled" the segments of a step come from everywhere in the text instead, as `seed` has it.
+
     With context "carried" each segment goes on from the state of the one before, without gradient, and an epoch begins
-    with none; with "limited" every segment stands alone, and with order "shuffled" those of a step come from everywhere
-    in the text, as `seed` has it. With `documents` other than "none" a model with fast weights
-    also forgets where one of them begins, see `data.documents`. Validation reads the validation text in the same way in
+    with none; with "limited" every segment stands alone. With `documents` other than "none" a model with fast weights
+    also forgets where one of them begins, see `data.documents`. Validation reads the validation text in order in
     `eval_batch` rows, and gives "loss" (nats a word) and "ppl".
     """
 
@@ -63,11 +65,14 @@ class LanguageTask(Task):
         streams = {"train": corpus.train, "valid": corpus.valid}
         self._streams = {split: mark_documents(each, corpus.vocabulary, documents) for split, each in streams.items()}
         self._segments: dict[tuple[int, int], Segments | ShuffledSegments] = {}
-        for split in self._streams:
-            try:
-                self._cut() if split == "train" else self._streams[split].segments(eval_batch, segment)
-            except ValueError as error:
-                raise ValueError(f"the {split} text of {corpus.folder}: {error}") from None
+        self._check_cut("train", self._cut)
+        self._check_cut("valid", lambda: self._streams["valid"].segments(eval_batch, segment))
+
+    def _check_cut(self, split: str, cut: Callable[[], object]) -> None:
+        try:
+            cut()
+        except ValueError as error:
+            raise ValueError(f"the {split} text of {self.corpus.folder}: {error}") from None
 
     def _check(self) -> None:
         model, words = self.model, len(self.corpus.vocabulary)
