@@ -38,6 +38,13 @@ GROUPED = [
     pytest.param(torch.bfloat16, D, D, configuration(D, D, torch.bfloat16, 16, 4096), id=f"bfloat16-{D}x{D}-grouped")
     for D in (16, 128)
 ]
+# Rows for the smallest heads as they are with all that walks read copied ahead.
+AHEAD = [
+    pytest.param(dtype, D, M, config._replace(twice=1, ahead=1), id=f"{str(dtype)[6:]}-{D}x{M}-ahead")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for (D, M), config in TABLE[dtype].items()
+    if D <= 32
+]
 
 
 MAPPED = [
@@ -127,7 +134,7 @@ def check(calls: list[Any], capability: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED)
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED + AHEAD)
 def test_compiles_for_hopper(monkeypatch, dtype, D, M, config):
     calls = launches(monkeypatch, dtype, D, M, config, gated=False)
     assert len(calls) == (9 if config.groups else 4) - (1 + (not config.groups)) * config.fused
@@ -135,13 +142,13 @@ def test_compiles_for_hopper(monkeypatch, dtype, D, M, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED)
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED + AHEAD)
 def test_compiles_for_ampere(monkeypatch, dtype, D, M, config):
     check(launches(monkeypatch, dtype, D, M, config, gated=False), 80)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS)
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + AHEAD)
 def test_compiles_gated_and_packed(monkeypatch, dtype, D, M, config):
     check(launches(monkeypatch, dtype, D, M, config, gated=True), 90)
 

@@ -104,6 +104,7 @@ class Plan:
             "SUM": bool(features.sum),
             "GATHER": bool(config.gather),
             "TWICE": _twice(config, unit),
+            "AHEAD": bool(config.ahead),
             "LOGITS": bool(features.logits),
             "OPERAND": TYPES[self.kept_dtype],
             "ACC": TYPES[wide],
