@@ -113,8 +113,11 @@ def test_tiles_loaded_both_ways(rule, kernels):
     run_both(a_problem(rule, D=24, M=24), kernels._replace(twice=1, batch=2))
 
 
+PRODUCTS = [pytest.param(IEEE, torch.float64, id="ieee"), pytest.param(TF32X3, torch.float32, id="tf32x3")]
+
+
 @inside
-@pytest.mark.parametrize(("precision", "dtype"), [(IEEE, torch.float64), (TF32X3, torch.float32)], ids=["ieee", "tf32x3"])
+@pytest.mark.parametrize(("precision", "dtype"), PRODUCTS)
 @pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
 @pytest.mark.parametrize("rule", FAMILY)
 def test_all_that_walks_read_copied_ahead(rule, kernels, precision, dtype):
