@@ -9,7 +9,7 @@ the first state.
 import triton
 import triton.language as tl
 
-from fastweights.ops.backends.triton.features import gate_slope, load_features, load_raw
+from fastweights.ops.backends.triton.features import DPFP, gate_slope, load_features, load_raw
 from fastweights.ops.backends.triton.gradients import (
     decay_gradient,
     key_gradients,
@@ -22,6 +22,7 @@ from fastweights.ops.backends.triton.pieces import (
     dot,
     load_again,
     load_both,
+    load_by_product,
     load_gate,
     load_rows,
     load_turned,
@@ -165,7 +166,10 @@ def walk_backward(
             q_raw = q_
             k_raw = k_
             if MAP != 0:
-                q_raw = load_raw(q_at, rows, left, q_token, 0, R, BLOCK_R, TWICE)
+                if AHEAD and MAP != DPFP and PRECISION == "ieee":
+                    q_raw = load_by_product(q_at, rows, left, tl.arange(0, BLOCK_R), q_token, C, BLOCK_R, R)
+                else:
+                    q_raw = load_raw(q_at, rows, left, q_token, 0, R, BLOCK_R, TWICE)
                 k_raw = load_raw(k_at, rows, left, k_token, 1, R, BLOCK_R, TWICE)
             if DECAY:
                 a_slope = gate_slope(a + gate, rows, left, gate_token, LOGITS, ACC)

@@ -16,6 +16,12 @@ def multiply(x, y):
 
 
 @triton.jit
+def exponential(x):
+    """e^x, 0 where it is less than the smallest normal number: `tl.exp` has five instructions to this one's two."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
 def dot(x, y, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """x @ y with operands in `OPERAND`, summed in float32 (float64 for float64)."""
     x = x.to(OPERAND)
@@ -141,7 +147,7 @@ def load_gate(x, rows, left, stride, filler: tl.constexpr, LOGITS: tl.constexpr,
     """One gate of a chunk, or from `LOGITS`; `filler` past the sequence's end, so that nothing changes there."""
     gate = tl.load(x + rows * stride, rows < left, filler).to(ACC)
     if LOGITS:
-        gate = tl.where(rows < left, 1.0 / (1.0 + tl.exp(-gate)), filler)
+        gate = tl.where(rows < left, 1.0 / (1.0 + exponential(-gate)), filler)
     return gate
 
 
