@@ -174,6 +174,37 @@ def test_compiles_with_feature_maps(monkeypatch, dtype, d, features, capability)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize(("name", "nu"), [("elu", 0), ("dpfp", 1)])
+def test_compiles_with_feature_maps_copied_ahead(monkeypatch, name, nu, capability):
+    features = Features.named(name, nu, True, True)
+    config = configuration(features.size(16), 16, torch.bfloat16, 999, 256, features)._replace(ahead=1)
+    check(launches(monkeypatch, torch.bfloat16, 16, 16, config, gated=False, features=features), capability)
+
+
+def loads_in_loops(built: Any) -> int:
+    """How many loads the compiler left where they are used, instead of copying ahead."""
+    inside, found = 0, 0
+    for line in built.asm["ttgir"].splitlines():
+        inside += ("scf.for" in line) - ("scf.yield" in line)
+        found += bool(inside) and "tt.load" in line
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("D", "M"), [(16, 16), (32, 16), (32, 32)])
+def test_walks_wait_for_no_load(monkeypatch, dtype, D, M):
+    """What the column `ahead` is for; without it some loads stay in the loop, and so are seen here."""
+    for ahead in (0, 1):
+        config = TABLE[dtype][D, M]._replace(twice=1, ahead=ahead)
+        calls = launches(monkeypatch, dtype, D, M, config, gated=False)
+        left = [loads_in_loops(build(call, 90)) for call in calls if "walk" in call[0].__name__]
+        assert len(left) == 2 and (sum(left) == 0) == bool(ahead), (ahead, left)
+        monkeypatch.undo()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "D", "M"), [(torch.bfloat16, 32, 32), (torch.float16, 512, 256)])
 def test_one_token_compiles(monkeypatch, dtype, D, M):
     calls: list[Any] = []
