@@ -9,7 +9,7 @@ the first state.
 import triton
 import triton.language as tl
 
-from fastweights.ops.backends.triton.features import DPFP, gate_slope, load_features, load_raw
+from fastweights.ops.backends.triton.features import DPFP, gate_slope, load_features, load_raw, mapped, one_over_sum
 from fastweights.ops.backends.triton.gradients import (
     decay_gradient,
     key_gradients,
@@ -110,6 +110,7 @@ def walk_backward(
     AGAIN: tl.constexpr = AHEAD and TWICE and PRECISION != "ieee" and MAP == 0
     # A product that is needed anyway has the sums for the gate's gradient on its diagonal.
     DIAGONAL: tl.constexpr = AHEAD and TIED
+    KNOWN: tl.constexpr = AHEAD and MAP != 0 and SUM
     program = tl.program_id(0)
     head = (program // splits) % H
     n = program // (splits * H)
@@ -165,6 +166,14 @@ def walk_backward(
             # What gradients go back through at the end: loaded there, it would be waited for.
             q_raw = q_
             k_raw = k_
+            q_scale = erase
+            if KNOWN:
+                # The compiler finds that this was formed before. From q_raw it would be another sum, over more lanes.
+                raw = load_raw(q_at, rows, left, q_token, 1, R, BLOCK_R, TWICE)
+                phi = mapped(
+                    q_at, raw, rows, left, q_token, 1, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION
+                )
+                q_scale = tl.sum(one_over_sum(phi, 1, ACC), 1)
             if MAP != 0:
                 if AHEAD and MAP != DPFP and PRECISION == "ieee":
                     q_raw = load_by_product(q_at, rows, left, tl.arange(0, BLOCK_R), q_token, C, BLOCK_R, R)
@@ -248,8 +257,8 @@ def walk_backward(
             )  # fmt: skip
             key_at = gate_out * R
             store_key_gradients(
-                dq + key_at, dk + key_at, dq_t, dk_, q_at, k_at, q_raw, k_raw, rows, left, d, q_token, k_token,
-                H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION,
+                dq + key_at, dk + key_at, dq_t, dk_, q_scale, q_at, k_at, q_raw, k_raw, rows, left, d, q_token, k_token,
+                H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION, KNOWN,
             )  # fmt: skip
             if ERASE:
                 if not DIAGONAL:

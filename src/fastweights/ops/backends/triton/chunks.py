@@ -219,8 +219,8 @@ def chunk_gradients(
                 DECAY, ERASE, False, OPERAND, PRECISION,
             )  # fmt: skip
             store_key_gradients(
-                dq + key_at, dk + key_at, dq_t, dk_, q_at, k_at, q_raw, k_raw, rows, left, d, q_token, k_token,
-                H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION,
+                dq + key_at, dk + key_at, dq_t, dk_, fade, q_at, k_at, q_raw, k_raw, rows, left, d, q_token, k_token,
+                H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION, False,
             )  # fmt: skip
             if DECAY:
                 recalled += recalled_

@@ -30,7 +30,8 @@ class Config(NamedTuple):
     ahead. A program of the launch for the gradients takes `batch` chunks one after the other;
     `chunk_stages` is how far its loads run ahead, over chunks or over tiles of `features`. With `ahead` walks read
     nothing that the compiler would not copy ahead: 16-bit values come in by a product with the unit matrix, the
-    gradient of a gate from the diagonal of a product, and with `twice` a float32 tile is loaded for each operand it is.
+    gradient of a gate from the diagonal of a product, and with `twice` a float32 tile is loaded for each operand it is;
+    and the sums of mapped queries are formed once.
     """
 
     chunk: int

@@ -189,6 +189,7 @@ def load_features(
 @triton.jit
 def raw_gradient(
     dphi,
+    scale,
     x,
     raw,
     rows,
@@ -205,13 +206,17 @@ def raw_gradient(
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    KNOWN: tl.constexpr,
 ):
-    """Gradient of `raw` keys or queries, which stand at x, (C, R) or (R, C), from that of phi."""
+    """Gradient of `raw` keys or queries, which stand at x, (C, R) or (R, C), from that of phi.
+
+    With `KNOWN` 1 over the sum of each token's features is given as `scale`.
+    """
     dx = dphi
     if MAP != 0:
         if SUM:
             phi = mapped(x, raw, rows, left, stride, AXIS, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION)
-            scale = one_over_sum(phi, AXIS, ACC)
+            scale = tl.expand_dims(scale, AXIS) if KNOWN else one_over_sum(phi, AXIS, ACC)
             dx = (dx - tl.expand_dims(tl.sum(dx * phi, AXIS), AXIS) * scale) * scale
         if MAP == DPFP:
             one = factor(

@@ -117,6 +117,7 @@ def store_key_gradients(
     dk,
     dq_t,
     dk_,
+    q_scale,
     q,
     k,
     q_raw,
@@ -137,17 +138,20 @@ def store_key_gradients(
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    KNOWN: tl.constexpr,
 ):
-    """Back through the feature map, if there is one, and out."""
+    """Back through the feature map, if there is one, and out. With `KNOWN`, given 1 over the sums of the queries."""
     if MAP != 0:
         columns = tl.arange(0, BLOCK_R)
     dq_t = raw_gradient(
-        dq_t, q, q_raw, rows, left, q_token, 0, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
-    )
+        dq_t, q_scale, q, q_raw, rows, left, q_token, 0,
+        R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION, KNOWN,
+    )  # fmt: skip
     store_columns(dq, dq_t, rows, left, columns, H * R, R)
     dk_ = raw_gradient(
-        dk_, k, k_raw, rows, left, k_token, 1, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
-    )
+        dk_, q_scale, k, k_raw, rows, left, k_token, 1,
+        R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION, False,
+    )  # fmt: skip
     store_rows(dk, dk_, rows, left, columns, H * R, R)
 
 
