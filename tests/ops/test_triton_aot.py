@@ -43,6 +43,13 @@ ONE = [
     pytest.param(torch.bfloat16, D, M, configuration(D, M, torch.bfloat16, 999, 1), id=f"bfloat16-{D}x{M}-one-token")
     for D, M in TABLE[torch.float16]
 ]
+# Rows for the smallest heads as they are with all that walks read copied ahead.
+AHEAD = [
+    pytest.param(dtype, D, M, config._replace(twice=1, ahead=1), id=f"{str(dtype)[6:]}-{D}x{M}-ahead")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for (D, M), config in TABLE[dtype].items()
+    if D <= 32
+]
 
 
 MAPPED = [
@@ -136,7 +143,7 @@ def check(calls: list[Any], capability: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED + ONE)
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED + ONE + AHEAD)
 def test_compiles_for_hopper(monkeypatch, dtype, D, M, config):
     calls = launches(monkeypatch, dtype, D, M, config, gated=False)
     assert len(calls) == (9 if config.groups else 4) - (1 + (not config.groups)) * config.fused
@@ -144,13 +151,13 @@ def test_compiles_for_hopper(monkeypatch, dtype, D, M, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED + ONE)
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED + ONE + AHEAD)
 def test_compiles_for_ampere(monkeypatch, dtype, D, M, config):
     check(launches(monkeypatch, dtype, D, M, config, gated=False), 80)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + ONE)
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + ONE + AHEAD)
 def test_compiles_gated_and_packed(monkeypatch, dtype, D, M, config):
     check(launches(monkeypatch, dtype, D, M, config, gated=True), 90)
 
@@ -182,6 +189,37 @@ def test_the_most_features_fit_beside_the_most_values(monkeypatch, d, name, nu, 
 def test_compiles_with_feature_maps(monkeypatch, dtype, T, d, features, capability):
     config = configuration(features.size(d), d, dtype, 999, T, features)
     check(launches(monkeypatch, dtype, d, d, config, gated=False, features=features), capability)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize(("name", "nu"), [("elu", 0), ("dpfp", 1)])
+def test_compiles_with_feature_maps_copied_ahead(monkeypatch, name, nu, capability):
+    features = Features.named(name, nu, True, True)
+    config = configuration(features.size(16), 16, torch.bfloat16, 999, 256, features)._replace(ahead=1)
+    check(launches(monkeypatch, torch.bfloat16, 16, 16, config, gated=False, features=features), capability)
+
+
+def loads_in_loops(built: Any) -> int:
+    """How many loads the compiler left where they are used, instead of copying ahead."""
+    inside, found = 0, 0
+    for line in built.asm["ttgir"].splitlines():
+        inside += ("scf.for" in line) - ("scf.yield" in line)
+        found += bool(inside) and "tt.load" in line
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("D", "M"), [(16, 16), (32, 16), (32, 32)])
+def test_walks_wait_for_no_load(monkeypatch, dtype, D, M):
+    """What the column `ahead` is for; without it some loads stay in the loop, and so are seen here."""
+    for ahead in (0, 1):
+        config = TABLE[dtype][D, M]._replace(twice=1, ahead=ahead)
+        calls = launches(monkeypatch, dtype, D, M, config, gated=False)
+        left = [loads_in_loops(build(call, 90)) for call in calls if "walk" in call[0].__name__]
+        assert len(left) == 2 and (sum(left) == 0) == bool(ahead), (ahead, left)
+        monkeypatch.undo()
 
 
 @pytest.mark.slow

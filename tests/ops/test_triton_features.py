@@ -105,12 +105,13 @@ def test_every_map(name, nu, fused):
 
 
 @inside
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 @pytest.mark.parametrize(("name", "nu"), MAPS)
-def test_tiles_loaded_both_ways(name, nu, fused):
+def test_tiles_loaded_both_ways(name, nu, fused, ahead):
     """A head every 32 numbers, as that takes; chunks in batches, the last of which is not full."""
     features = Features.named(name, nu, sum=True, logits=True)
-    compare(features, 8, 15, kernels=kernels_for(features, 8, fused)._replace(twice=1, batch=2))
+    compare(features, 8, 15, kernels=kernels_for(features, 8, fused)._replace(twice=1, batch=2, ahead=ahead))
 
 
 @inside

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastweights.ops import chunked, family, reference
 from fastweights.ops.backends.triton import BACKEND, configs, self_check
-from fastweights.ops.backends.triton.configs import HALF, Config, configuration, group_length
+from fastweights.ops.backends.triton.configs import HALF, IEEE, TF32X3, Config, configuration, group_length
 from fastweights.ops.backends.triton.kinds import Kind
 from fastweights.ops.backends.triton.ops import recurrence, walk
 from fastweights.ops.features import PLAIN
@@ -111,6 +111,35 @@ def test_attention_normalization(rule):
 def test_tiles_loaded_both_ways(rule, kernels):
     """And chunks in batches, the last of which is not full. Heads start at multiples of eight, as it takes."""
     run_both(a_problem(rule, D=24, M=24), kernels._replace(twice=1, batch=2))
+
+
+PRODUCTS = [pytest.param(IEEE, torch.float64, id="ieee"), pytest.param(TF32X3, torch.float32, id="tf32x3")]
+
+
+@inside
+@pytest.mark.parametrize(("precision", "dtype"), PRODUCTS)
+@pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
+@pytest.mark.parametrize("rule", FAMILY)
+def test_all_that_walks_read_copied_ahead(rule, kernels, precision, dtype):
+    """Values by a product with the unit matrix, gate gradients from a diagonal; in float32, tiles for each operand."""
+    ahead = kernels._replace(twice=1, ahead=1, precision=precision, solve=precision)
+    run_both(a_problem(rule, D=24, M=24, dtype=dtype), ahead)
+
+
+@inside
+@pytest.mark.parametrize("chunk", [32, 64])
+@pytest.mark.parametrize("M", [8, 40])
+def test_values_copied_ahead_whatever_is_wider(M, chunk):
+    """The unit matrix stands on the side where it is smaller."""
+    run_both(a_problem("delta", T=70, H=1, D=8, M=M), FUSED._replace(chunk=chunk, columns=64, twice=1, ahead=1))
+
+
+@inside
+@pytest.mark.parametrize("precision", [IEEE, TF32X3], ids=["ieee", "tf32x3"])
+def test_packed_sequences_copied_ahead(precision):
+    """Past the end of a sequence both loads of a tile read nothing."""
+    problem = a_problem("gated_delta", T=53, H=2, D=16, M=16, bounds=[0, 1, 17, 17, 53], dtype=torch.float32)
+    run_both(problem, FUSED._replace(twice=1, ahead=1, precision=precision, solve=precision))
 
 
 @inside

@@ -9,7 +9,7 @@ the first state.
 import triton
 import triton.language as tl
 
-from fastweights.ops.backends.triton.features import gate_slope, load_features, load_raw
+from fastweights.ops.backends.triton.features import DPFP, gate_slope, load_features, load_raw, mapped, one_over_sum
 from fastweights.ops.backends.triton.gradients import (
     decay_gradient,
     key_gradients,
@@ -20,8 +20,11 @@ from fastweights.ops.backends.triton.gradients import (
 from fastweights.ops.backends.triton.pieces import (
     at_or_above,
     dot,
+    load_again,
     load_both,
+    load_by_product,
     load_gate,
+    load_rows,
     load_turned,
     multiply,
     reach_of,
@@ -87,6 +90,7 @@ def walk_backward(
     SUM: tl.constexpr,
     GATHER: tl.constexpr,
     TWICE: tl.constexpr,
+    AHEAD: tl.constexpr,
     LOGITS: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
@@ -102,6 +106,11 @@ def walk_backward(
     dy_token *= UNIT
     dy_head *= UNIT
     splits: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    # Tiles that products take from both sides are loaded for each.
+    AGAIN: tl.constexpr = AHEAD and TWICE and PRECISION != "ieee" and MAP == 0
+    # A product that is needed anyway has the sums for the gate's gradient on its diagonal.
+    DIAGONAL: tl.constexpr = AHEAD and TIED
+    KNOWN: tl.constexpr = AHEAD and MAP != 0 and SUM
     program = tl.program_id(0)
     head = (program // splits) % H
     n = program // (splits * H)
@@ -131,7 +140,9 @@ def walk_backward(
         k_, k_t = load_features(
             k_at, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, TWICE, OPERAND, ACC, PRECISION
         )
-        dy_t = load_turned(dy + token * dy_token + head * dy_head, rows, left, m, dy_token, M, TWICE)
+        dy_at = dy + token * dy_token + head * dy_head
+        dy_t = load_turned(dy_at, rows, left, m, dy_token, M, TWICE)
+        q_left = load_again(q_, q_at, rows, left, d, q_token, 1, D, AGAIN)
         state_at = (slot * H + head) * D * M
         here = state_at + m[:, None] * D + d[None, :]
         # Coefficients that are not there cost nothing: the products they stand in are skipped.
@@ -155,8 +166,19 @@ def walk_backward(
             # What gradients go back through at the end: loaded there, it would be waited for.
             q_raw = q_
             k_raw = k_
+            q_scale = erase
+            if KNOWN:
+                # The compiler finds that this was formed before. From q_raw it would be another sum, over more lanes.
+                raw = load_raw(q_at, rows, left, q_token, 1, R, BLOCK_R, TWICE)
+                phi = mapped(
+                    q_at, raw, rows, left, q_token, 1, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION
+                )
+                q_scale = tl.sum(one_over_sum(phi, 1, ACC), 1)
             if MAP != 0:
-                q_raw = load_raw(q_at, rows, left, q_token, 0, R, BLOCK_R, TWICE)
+                if AHEAD and MAP != DPFP and PRECISION == "ieee":
+                    q_raw = load_by_product(q_at, rows, left, tl.arange(0, BLOCK_R), q_token, C, BLOCK_R, R)
+                else:
+                    q_raw = load_raw(q_at, rows, left, q_token, 0, R, BLOCK_R, TWICE)
                 k_raw = load_raw(k_at, rows, left, k_token, 1, R, BLOCK_R, TWICE)
             if DECAY:
                 a_slope = gate_slope(a + gate, rows, left, gate_token, LOGITS, ACC)
@@ -165,12 +187,19 @@ def walk_backward(
             if WRITE:
                 w_slope = gate_slope(w + gate, rows, left, gate_token, LOGITS, ACC)
             W = load_turned(states + state_at, m, M, d, D, D, TWICE)
+            error = dy_t
             if ERASE:
-                error, error_t = load_both(errors + token * H * M + head * M, rows, left, m, H * M, M, TWICE)
+                error_at = errors + token * H * M + head * M
+                if DIAGONAL:
+                    error = load_rows(error_at, rows, left, m, H * M, M)
+                else:
+                    error, error_t = load_both(error_at, rows, left, m, H * M, M, TWICE)
+            k_t_left = load_again(k_t, k_at, rows, left, d, k_token, 0, D, AGAIN)
+            dy_t_right = load_again(dy_t, dy_at, rows, left, m, dy_token, 0, M, AGAIN)
             if not TIED:
                 v_, v_t = load_both(v + token * v_token + head * v_head, rows, left, m, v_token, M, TWICE)
 
-        scores = dot(q_, k_t, OPERAND, PRECISION)
+        scores = dot(q_left, k_t, OPERAND, PRECISION)
         reach = scores
         du = dot(dW_t, k_t, OPERAND, PRECISION)
         if DECAY:
@@ -204,7 +233,7 @@ def walk_backward(
 
         if FUSED:
             # Rounded once, as the operand it is below.
-            rounded = drest.to(OPERAND)
+            rounded = (du if DIAGONAL else drest).to(OPERAND)
             keys = reach
             scores = reach
             if DECAY:
@@ -218,20 +247,22 @@ def walk_backward(
                 if ERASE:
                     u += error.to(ACC) * erase[:, None]
             u = u.to(OPERAND)
-            dscores, dkeys, dreach = score_gradients(
-                u, dy_t, rounded, scores, keys, reach, C, DECAY, ERASE, OPERAND, PRECISION
-            )
+            dscores, dkeys, dreach, de_ = score_gradients(
+                u, error, dy_t_right, rounded, erase, scores, keys, reach,
+                C, DECAY, ERASE, DIAGONAL, OPERAND, PRECISION,
+            )  # fmt: skip
             dq_t, dk_, recalled, read, kept = key_gradients(
-                q_, q_t, k_, k_t, W, dW_t, u, dy_t, rounded, dscores, dkeys, fade, remain,
-                DECAY, ERASE, OPERAND, PRECISION,
+                q_, q_t, k_, k_t_left, W, dW_t, u, dy_t_right, rounded, erase, dscores, dkeys, fade, remain,
+                DECAY, ERASE, DIAGONAL, OPERAND, PRECISION,
             )  # fmt: skip
             key_at = gate_out * R
             store_key_gradients(
-                dq + key_at, dk + key_at, dq_t, dk_, q_at, k_at, q_raw, k_raw, rows, left, d, q_token, k_token,
-                H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION,
+                dq + key_at, dk + key_at, dq_t, dk_, q_scale, q_at, k_at, q_raw, k_raw, rows, left, d, q_token, k_token,
+                H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION, KNOWN,
             )  # fmt: skip
             if ERASE:
-                de_ = tl.sum(du * error_t.to(ACC), 0)
+                if not DIAGONAL:
+                    de_ = tl.sum(du * error_t.to(ACC), 0)
                 store_gate_gradient(de + gate_out, de_, e_slope, rows, left, H)
             if WRITE:
                 dw_ = tl.sum(du * v_t.to(ACC), 0)

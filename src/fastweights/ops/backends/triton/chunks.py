@@ -193,8 +193,8 @@ def chunk_gradients(
         # Rounded once, as the operands they are below.
         u = u.to(OPERAND)
         drest = (du_t.to(ACC) * erase[None, :]).to(OPERAND)
-        dscores, dkeys, dreach = score_gradients(
-            u, dy_t, drest, scores, keys, reach, C, DECAY, ERASE, OPERAND, PRECISION
+        dscores, dkeys, dreach, _ = score_gradients(
+            u, error, dy_t, drest, erase, scores, keys, reach, C, DECAY, ERASE, False, OPERAND, PRECISION
         )
         recalled = tl.zeros((C,), ACC)
         read = tl.zeros((C,), ACC)
@@ -215,12 +215,12 @@ def chunk_gradients(
                 W_t, W_ = load_both(states + state, m, states_there, d, D, D, TWICE)
                 dW_t = load_rows(dstates + state, m, states_there, d, D, D)
             dq_t, dk_, recalled_, read_, kept_ = key_gradients(
-                q_, q_t, k_, k_t, W_, dW_t, u, dy_t, drest, dscores, dkeys, fade, remain,
-                DECAY, ERASE, OPERAND, PRECISION,
+                q_, q_t, k_, k_t, W_, dW_t, u, dy_t, drest, erase, dscores, dkeys, fade, remain,
+                DECAY, ERASE, False, OPERAND, PRECISION,
             )  # fmt: skip
             store_key_gradients(
-                dq + key_at, dk + key_at, dq_t, dk_, q_at, k_at, q_raw, k_raw, rows, left, d, q_token, k_token,
-                H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION,
+                dq + key_at, dk + key_at, dq_t, dk_, fade, q_at, k_at, q_raw, k_raw, rows, left, d, q_token, k_token,
+                H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION, False,
             )  # fmt: skip
             if DECAY:
                 recalled += recalled_

@@ -28,7 +28,10 @@ class Config(NamedTuple):
     every feature, else it takes them from a tile by products. With `twice` walks load a tile that they need both ways
     twice instead of turning it on chip: one or two warps turn tiles by shuffles, and what is turned is not copied
     ahead. A program of the launch for the gradients takes `batch` chunks one after the other;
-    `chunk_stages` is how far its loads run ahead, over chunks or over tiles of `features`.
+    `chunk_stages` is how far its loads run ahead, over chunks or over tiles of `features`. With `ahead` walks read
+    nothing that the compiler would not copy ahead: 16-bit values come in by a product with the unit matrix, the
+    gradient of a gate from the diagonal of a product, and with `twice` a float32 tile is loaded for each operand it is;
+    and the sums of mapped queries are formed once.
     """
 
     chunk: int
@@ -49,6 +52,7 @@ class Config(NamedTuple):
     twice: int = 0
     batch: int = 1
     chunk_stages: int = 1
+    ahead: int = 0
 
 
 _FIELDS = Config._fields

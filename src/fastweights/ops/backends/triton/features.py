@@ -10,7 +10,7 @@ transpose of another (see gradients.py).
 import triton
 import triton.language as tl
 
-from fastweights.ops.backends.triton.pieces import dot, load_both, load_rows, load_turned
+from fastweights.ops.backends.triton.pieces import dot, exponential, load_both, load_rows, load_turned
 
 ELU = tl.constexpr(1)
 RELU = tl.constexpr(2)
@@ -128,7 +128,7 @@ def mapped(
     else:
         raw = raw.to(ACC)
         if MAP == ELU:
-            phi = tl.where(raw > 0, raw + 1.0, tl.exp(raw))
+            phi = tl.where(raw > 0, raw + 1.0, exponential(raw))
             inside = tl.expand_dims(rows < left, AXIS) & tl.expand_dims(tl.arange(0, BLOCK_R) < R, 1 - AXIS)
             phi = tl.where(inside, phi, 0.0)
         else:
@@ -189,6 +189,7 @@ def load_features(
 @triton.jit
 def raw_gradient(
     dphi,
+    scale,
     x,
     raw,
     rows,
@@ -205,13 +206,17 @@ def raw_gradient(
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    KNOWN: tl.constexpr,
 ):
-    """Gradient of `raw` keys or queries, which stand at x, (C, R) or (R, C), from that of phi."""
+    """Gradient of `raw` keys or queries, which stand at x, (C, R) or (R, C), from that of phi.
+
+    With `KNOWN` 1 over the sum of each token's features is given as `scale`.
+    """
     dx = dphi
     if MAP != 0:
         if SUM:
             phi = mapped(x, raw, rows, left, stride, AXIS, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION)
-            scale = one_over_sum(phi, AXIS, ACC)
+            scale = tl.expand_dims(scale, AXIS) if KNOWN else one_over_sum(phi, AXIS, ACC)
             dx = (dx - tl.expand_dims(tl.sum(dx * phi, AXIS), AXIS) * scale) * scale
         if MAP == DPFP:
             one = factor(
@@ -230,7 +235,7 @@ def raw_gradient(
                 dx = dot(first, done, OPERAND, PRECISION) + dot(second, dother, OPERAND, PRECISION)
         else:
             raw = raw.to(ACC)
-            dx = tl.where(raw > 0, dx, dx * tl.exp(raw) if MAP == ELU else 0.0)
+            dx = tl.where(raw > 0, dx, dx * exponential(raw) if MAP == ELU else 0.0)
     return dx
 
 
@@ -239,7 +244,7 @@ def gate_slope(x, rows, left, stride, LOGITS: tl.constexpr, ACC: tl.constexpr):
     """Derivative of a gate by what is given for it, exact at both ends."""
     slope = tl.full(rows.shape, 1.0, ACC)
     if LOGITS:
-        e = tl.exp(-tl.abs(tl.load(x + rows * stride, rows < left, 0.0).to(ACC)))
+        e = exponential(-tl.abs(tl.load(x + rows * stride, rows < left, 0.0).to(ACC)))
         slope = e / ((1.0 + e) * (1.0 + e))
     return slope
 
@@ -265,7 +270,7 @@ def vector_features(
     else:
         phi = tl.load(x + j, j < D, 0.0).to(ACC)
         if MAP == ELU:
-            phi = tl.where(j < D, tl.exp(below(phi)) + rectified(phi), 0.0)
+            phi = tl.where(j < D, exponential(below(phi)) + rectified(phi), 0.0)
         elif MAP == RELU:
             phi = rectified(phi)
     if SUM:

@@ -11,6 +11,8 @@ from fastweights.ops.backends.triton.features import load_features
 from fastweights.ops.backends.triton.pieces import (
     at_or_above,
     dot,
+    load_again,
+    load_by_product,
     load_gate,
     load_turned,
     multiply,
@@ -68,6 +70,7 @@ def walk_forward(
     SUM: tl.constexpr,
     GATHER: tl.constexpr,
     TWICE: tl.constexpr,
+    AHEAD: tl.constexpr,
     LOGITS: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
@@ -81,6 +84,8 @@ def walk_forward(
     v_token *= UNIT
     v_head *= UNIT
     splits: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    # Tiles that products take from both sides are loaded for each.
+    AGAIN: tl.constexpr = AHEAD and TWICE and PRECISION != "ieee" and MAP == 0
     program = tl.program_id(0)
     head = (program // splits) % H
     n = program // (splits * H)
@@ -113,12 +118,16 @@ def walk_forward(
         k_, k_t = load_features(
             k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, TWICE, OPERAND, ACC, PRECISION
         )
-        u = load_turned(v, rows, left, m, v_token, M, TWICE).to(ACC)
+        if AHEAD and PRECISION == "ieee":
+            u = load_by_product(v, rows, left, m, v_token, C, BLOCK_M, M).to(ACC)
+        else:
+            u = load_turned(v, rows, left, m, v_token, M, TWICE).to(ACC)
+        k_left = load_again(k_, k, rows, left, d, k_token, 1, D, AGAIN)
         if READ:
             _, q_t = load_features(
                 q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, TWICE, OPERAND, ACC, PRECISION
             )
-            scores = tl.where(s <= t, dot(k_, q_t, OPERAND, PRECISION), 0.0)
+            scores = tl.where(s <= t, dot(k_left, q_t, OPERAND, PRECISION), 0.0)
             read = dot(W_t, q_t, OPERAND, PRECISION)
         if DECAY:
             a_ = load_gate(a + gate, rows, left, gate_token, 1.0, LOGITS, ACC)
@@ -140,7 +149,7 @@ def walk_forward(
             if PREPARED:
                 Z = tl.load(inverses + s * C + t, at_or_above(s, t), 0.0)
             else:
-                A = tl.where(s < t, dot(k_, k_t, OPERAND, PRECISION), 0.0)
+                A = tl.where(s < t, dot(k_left, k_t, OPERAND, PRECISION), 0.0)
                 if DECAY:
                     A *= reach
                 Z = resolvent(A, e_, C, OPERAND, SOLVE)

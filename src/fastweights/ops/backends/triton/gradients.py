@@ -15,24 +15,36 @@ from fastweights.ops.backends.triton.pieces import dot, multiply, store_columns,
 @triton.jit
 def score_gradients(
     u,
+    error,
     dy_t,
     drest,
+    erase,
     scores,
     keys,
     reach,
     C: tl.constexpr,
     DECAY: tl.constexpr,
     ERASE: tl.constexpr,
+    DIAGONAL: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of q_t·k_s and, negated, of k_t·k_s as tiles of rows s, as `scores` is; of Γ. `drest` is e dR."""
+    """Gradients of q_t·k_s and, negated, of k_t·k_s as tiles of rows s, as `scores` is; of Γ; of e with `DIAGONAL`.
+
+    `drest` is e dR. With `DIAGONAL`, for one gate that does both, it is dR: E dR^T has the gate's gradient on its
+    diagonal, and less the factors e_s e_t the gradient of k_t·k_s above it.
+    """
     s = tl.arange(0, C)[:, None]
     t = tl.arange(0, C)[None, :]
     dscores = dot(u, dy_t, OPERAND, PRECISION)
     dreach = dscores
     dkeys = dscores
-    if ERASE:
+    de = erase
+    if DIAGONAL:
+        pairs = dot(error, drest, OPERAND, PRECISION)
+        de = tl.sum(tl.where(s == t, pairs, 0.0), 1)
+        dkeys = tl.where(s < t, pairs * (erase[:, None] * erase[None, :]), 0.0)
+    elif ERASE:
         # Strictly below the diagonal of A.
         dkeys = tl.where(s < t, dot(u, drest, OPERAND, PRECISION), 0.0)
     if DECAY:
@@ -44,7 +56,7 @@ def score_gradients(
             dkeys *= reach_t
     else:
         dscores = tl.where(s <= t, dscores, 0.0)
-    return dscores, dkeys, dreach
+    return dscores, dkeys, dreach, de
 
 
 @triton.jit
@@ -58,16 +70,21 @@ def key_gradients(
     u,
     dy_t,
     drest,
+    erase,
     dscores,
     dkeys,
     fade,
     remain,
     DECAY: tl.constexpr,
     ERASE: tl.constexpr,
+    DIAGONAL: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq (D, C) and dk (C, D) for some features; under decay, their shares in what γ and Γ[C, :] are multiplied by."""
+    """dq (D, C) and dk (C, D) for some features; under decay, their shares in what γ and Γ[C, :] are multiplied by.
+
+    `drest` is as in `score_gradients`.
+    """
     dq = dot(W, dy_t, OPERAND, PRECISION)
     read = fade
     if DECAY:
@@ -84,6 +101,8 @@ def key_gradients(
     recalled = tl.zeros_like(fade)
     if ERASE:
         less = dot(W, drest, OPERAND, PRECISION)
+        if DIAGONAL:
+            less *= erase[None, :]
         if DECAY:
             recalled = tl.sum(less * k_t.to(less.dtype), 0)
             less *= fade[None, :]
@@ -98,6 +117,7 @@ def store_key_gradients(
     dk,
     dq_t,
     dk_,
+    q_scale,
     q,
     k,
     q_raw,
@@ -118,17 +138,20 @@ def store_key_gradients(
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    KNOWN: tl.constexpr,
 ):
-    """Back through the feature map, if there is one, and out."""
+    """Back through the feature map, if there is one, and out. With `KNOWN`, given 1 over the sums of the queries."""
     if MAP != 0:
         columns = tl.arange(0, BLOCK_R)
     dq_t = raw_gradient(
-        dq_t, q, q_raw, rows, left, q_token, 0, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
-    )
+        dq_t, q_scale, q, q_raw, rows, left, q_token, 0,
+        R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION, KNOWN,
+    )  # fmt: skip
     store_columns(dq, dq_t, rows, left, columns, H * R, R)
     dk_ = raw_gradient(
-        dk_, k, k_raw, rows, left, k_token, 1, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION
-    )
+        dk_, q_scale, k, k_raw, rows, left, k_token, 1,
+        R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION, False,
+    )  # fmt: skip
     store_rows(dk, dk_, rows, left, columns, H * R, R)
 
 

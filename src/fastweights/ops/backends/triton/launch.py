@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from fastweights.ops.features import Features
 # Kinds of dy that a plan is ready for at a time.
 MOST_GRADIENTS = 64
 
+_NO_ROOM = ((0,), (1,))
+
 TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -41,6 +44,11 @@ def _twice(config: Config, unit: int) -> bool:
 
 def _type_of(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
+
+
+def _room(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape and its strides: with both at hand, torch takes two thirds of the time to find memory."""
+    return shape, tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 class Plan:
@@ -71,13 +79,15 @@ class Plan:
         self.T, self.N, self.D, self.device, self.index = T, N, features.size(R), q.device, q.device.index
         self.untouched = all(x is y for x, y in zip(inputs, (q, k, v, *gates), strict=True))
         q, k, v, a, e, w = inputs
-        self.y_shape, self.W_shape = tuple(v.shape), (N, self.H, self.D, self.M)
-        self.q_shape, self.gate_shape = tuple(q.shape), (B, T, self.H)
+        self.y_room, self.W_room = _room(tuple(v.shape)), _room((N, self.H, self.D, self.M))
+        self.q_room, self.gate_room = _room(tuple(q.shape)), _room((B, T, self.H))
         self.q_dtype, self.gate_dtypes = q.dtype, (_type_of(a), _type_of(e), _type_of(w))
         self.kept_dtype = operand_dtype(q.dtype, wide, config)
         shape = (B, T, self.H, self.D)
         erases = e is not None
-        self.shapes = tuple(kept_shapes(shape, self.M, erases, cu_seqlens, bool(keep), config) for keep in (0, 1))
+        kept = (kept_shapes(shape, self.M, erases, cu_seqlens, keep, config) for keep in (False, True))
+        self.kept_rooms = tuple(tuple(_room(shape) for shape in shapes) for shapes in kept)
+        self.slots = self.kept_rooms[1][0][0][0]
         self.prepared = bool(config.prepared) and e is not None
         self.fused = bool(config.fused)
         self.separate = not self.fused and (tied or w is not None or self.kept_dtype != v.dtype)
@@ -104,6 +114,7 @@ class Plan:
             "SUM": bool(features.sum),
             "GATHER": bool(config.gather),
             "TWICE": _twice(config, unit),
+            "AHEAD": bool(config.ahead),
             "LOGITS": bool(features.logits),
             "OPERAND": TYPES[self.kept_dtype],
             "ACC": TYPES[wide],
@@ -115,7 +126,7 @@ class Plan:
         self.block = min(config.columns, power_of_two(self.M))
         self.invert = self._start(
             invert_chunks,
-            self.shapes[1][1][0] * self.H,
+            self.kept_rooms[1][1][0][0] * self.H,
             (*self.strides[2:4], *self.gate_strides),
             {"BLOCK_D": min(config.features, power_of_two(self.D))},
             paced(config.invert_warps, 1),
@@ -177,17 +188,17 @@ class Plan:
             inputs = self.ready(*inputs)
         q, k, v, a, e, w = inputs
         device = self.device
-        y = torch.empty(self.y_shape, dtype=self.dtype, device=device) if read else v
-        W_end = torch.empty(self.W_shape, dtype=self.wide, device=device)
+        y = torch.empty_strided(*self.y_room, dtype=self.dtype, device=device) if read else v
+        W_end = torch.empty_strided(*self.W_room, dtype=self.wide, device=device)
         given = int(W is not None)
         W = self.nothing if W is None else W.contiguous()
-        kept = self.shapes[keep]
-        states = torch.empty(kept[0], dtype=self.kept_dtype, device=device)
+        kept = self.kept_rooms[keep]
+        states = torch.empty_strided(*kept[0], dtype=self.kept_dtype, device=device)
         if inverses is None:
-            inverses = torch.empty(kept[1], dtype=self.kept_dtype, device=device)
+            inverses = torch.empty_strided(*kept[1], dtype=self.kept_dtype, device=device)
             if self.prepared:
                 self.invert((k, a, e, cu_seqlens, inverses), self.N, self.T)
-        errors = torch.empty(kept[2], dtype=self.kept_dtype, device=device)
+        errors = torch.empty_strided(*kept[2], dtype=self.kept_dtype, device=device)
         tensors = (q, k, v, a, e, w, W, cu_seqlens, y, W_end, states, inverses, errors)
         self.walks[read](tensors, self.T, int(keep), given)
         return y, W_end, states, inverses, errors
@@ -206,7 +217,7 @@ class Plan:
         walk = self._start(walk_backward, self._programs(block), strides, more, pace, *key)
         blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M), "UNIT": unit}
         blocks |= {"BATCH": config.batch, "TWICE": config.batch > 1 and _twice(config, unit)}
-        programs = -(-self.shapes[1][0][0] // config.batch) * self.H
+        programs = -(-self.slots // config.batch) * self.H
         pace = paced(config.chunk_warps, config.chunk_stages)
         return walk, self._start(chunk_gradients, programs, strides, blocks, pace, *key)
 
@@ -220,7 +231,7 @@ class Plan:
         for read in (True, False) if groups else (True,):
             kinds = (q, q, q, a, e, w, wide, bounds, self.dtype if read else q, wide, kept, kept, kept)
             found.append(self.walks[read].compile(kinds, self.T, 1, 1))
-        dy = torch.empty(self.y_shape, dtype=self.dtype, device="meta")
+        dy = torch.empty(self.y_room[0], dtype=self.dtype, device="meta")
         given = (q, q, q, a, e, w, bounds, kept)
         rest = (kept, self.dtype)
         right = kept if self.separate else q
@@ -260,19 +271,19 @@ class Plan:
             inputs = self.ready(*inputs)
         q, k, v, a, e, w = inputs
         device = self.device
-        size = (0,) if only_state else self.y_shape
-        dv = torch.empty(size, dtype=self.q_dtype, device=device)
-        dq = dv if only_state else torch.empty(self.q_shape, dtype=self.q_dtype, device=device)
-        dk = dv if only_state else torch.empty(self.q_shape, dtype=self.q_dtype, device=device)
+        room, gate_room = (_NO_ROOM, _NO_ROOM) if only_state else (self.y_room, self.gate_room)
+        dv = torch.empty_strided(*room, dtype=self.q_dtype, device=device)
+        dq = dv if only_state else torch.empty_strided(*self.q_room, dtype=self.q_dtype, device=device)
+        dk = dv if only_state else torch.empty_strided(*self.q_room, dtype=self.q_dtype, device=device)
         da, de, dw = (
-            None if kind is None else torch.empty(size if only_state else self.gate_shape, dtype=kind, device=device)
+            None if kind is None else torch.empty_strided(*gate_room, dtype=kind, device=device)
             for kind in self.gate_dtypes
         )
-        dW = torch.empty(self.W_shape, dtype=self.wide, device=device) if wants_state else self.nothing
+        dW = torch.empty_strided(*self.W_room, dtype=self.wide, device=device) if wants_state else self.nothing
         final = self.nothing if dW_end is None else dW_end.contiguous()
         dstates = states if self.fused or only_state else torch.empty_like(states)
         # The second launch reads the right side's gradient as an operand. dv will do where it is that, unrounded.
-        dright = torch.empty(size, dtype=self.kept_dtype, device=device) if self.separate else dv
+        dright = torch.empty_strided(*room, dtype=self.kept_dtype, device=device) if self.separate else dv
         given = (q, k, v, a, e, w, cu_seqlens, states)
         walk(
             (*given, inverses, errors, dy, final, dq, dk, dv, da, de, dw, dW, dstates, dright),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastweights.ops.backends.triton.features import quotient, vector_features
 from fastweights.ops.backends.triton.launch import TYPES
+from fastweights.ops.backends.triton.pieces import exponential
 from fastweights.ops.backends.triton.start import MOST_SHAPES, Constants, Start, kind_of, paced
 from fastweights.ops.backends.triton.strides import Gates, even
 from fastweights.ops.features import Features
@@ -110,7 +111,7 @@ def load_number(x, LOGITS: tl.constexpr, ACC: tl.constexpr):
     """One gate of one token."""
     gate = tl.load(x).to(ACC)
     if LOGITS:
-        gate = 1.0 / (1.0 + tl.exp(-gate))
+        gate = 1.0 / (1.0 + exponential(-gate))
     return gate
 
 
