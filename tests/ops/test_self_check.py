@@ -1,18 +1,19 @@
 """A kernel that is wrong on this machine is found, reported and never used; no GPU needed to see that."""
 
 import json
+import subprocess
+import sys
 import warnings
 
 import pytest
 import torch
 
-from fastweights.ops import family
+from fastweights.ops import chunked, family
 from fastweights.ops.backends import BACKENDS, select, triton
 from fastweights.ops.backends.triton import self_check
 from fastweights.ops.backends.triton.configs import FEW, LONG, TABLE, configuration
 from fastweights.ops.backends.triton.kinds import Kind
-from fastweights.ops.chunked import chunked, chunked_backward
-from fastweights.ops.features import PLAIN
+from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
 from tests.ops.calls import FAMILY, random_call
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 def forward(q, k, v, gates, W, bounds, dtype, wide, tied, keep, config, features):
     """What the kernels should give."""
     a, e, w = gates
-    y, W_end, before = chunked(q, k, v, a, e, e if tied else w, W, bounds, dtype, True, config.chunk)
+    y, W_end, before = chunked.forward(q, k, v, a, e, e if tied else w, W, bounds, dtype, True, config.chunk)
     return y, W_end, before, before, before, None
 
 
@@ -31,7 +32,7 @@ def backward(
     dy, dW, q, k, v, gates, states, inverses, errors, transitions, bounds, wide, tied, wanted, config, features
 ):
     a, e, w = gates
-    grads = chunked_backward(dy, dW, q, k, v, a, e, e if tied else w, states, bounds, config.chunk)
+    grads = chunked.backward(dy, dW, q, k, v, a, e, e if tied else w, states, bounds, config.chunk)
     dq, dk, dv, *rest, dW = grads
     if tied:
         rest[-2:] = [rest[-2] + rest[-1]]
@@ -246,3 +247,39 @@ def test_few_walks_go_in_groups():
     assert {kind.config._replace(groups=0, prepared=0) for kind in plain} == {
         config._replace(prepared=0) for dtype, rows in TABLE.items() if dtype.itemsize < 8 for config in rows.values()
     }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("features", [PLAIN, Features.named("dpfp", 1, sum=True, logits=True)], ids=["plain", "dpfp-1"])
+def test_the_exact_gradients_are_those_of_autograd(features, tied):
+    """Maps, gates and a coefficient that is two: what they add around the recurrence's own backward pass."""
+    kind = a_kind(decay=True)._replace(D=8, M=12, write=not tied, tied=tied, features=features)
+    torch.manual_seed(0)
+    q, k, dy = torch.randn(2, 70, 3, 8), 0.3 * torch.randn(2, 70, 3, 8), torch.randn(2, 70, 3, 12)
+    a, e, w = (0.2 + 0.6 * torch.rand(2, 70, 3) for _ in range(3))
+    W = torch.randn(2, 3, features.size(8), 12)
+    inputs = (q, k, dy.flip(1), a, e, None if tied else w, W)
+    dW = torch.randn_like(W)
+
+    leaves = [None if x is None else x.double().requires_grad_() for x in inputs]
+    gates = [None if x is None else features.gate(x) for x in leaves[3:6]]
+    gates[2] = gates[1] if tied else gates[2]
+    y, W_end = chunked.recurrence(
+        features.of(leaves[0]), features.of(leaves[1]), leaves[2], *gates, leaves[6], None, q.double().dtype
+    )
+    grads = torch.autograd.grad([y, W_end], [x for x in leaves if x is not None], [dy.double(), dW.double()])
+    for found, expected in zip(self_check._exact(kind, inputs, None, dy, dW), [y, W_end, *grads], strict=True):
+        torch.testing.assert_close(found, expected.detach())
+
+
+def test_the_check_does_not_wait_for_pytorch_s_compiler():
+    """The first call of a custom op imports it, which takes longer than compiling the kernels."""
+    script = """
+import sys, torch
+from fastweights.ops.backends.triton import self_check
+from tests.ops import test_self_check as ours
+self_check._kernels = lambda: (ours.forward, ours.backward)
+self_check.check(ours.a_kind(), 2, torch.device("cpu"))
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -185,8 +185,7 @@ def _number_of_chunks(time: int, batch: int, chunk: int, cu_seqlens: Tensor | No
     return time // chunk + cu_seqlens.numel() - 1
 
 
-@torch.library.custom_op("fastweights::chunked", mutates_args=())
-def chunked(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -215,6 +214,9 @@ def chunked(
         return layout.join(y, dtype), layout.unsort(W), before if keep else before.new_empty(0)
 
 
+chunked = torch.library.custom_op("fastweights::chunked", forward, mutates_args=())
+
+
 @chunked.register_fake
 def _(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, chunk):  # type: ignore[no-untyped-def]
     count = _number_of_chunks(q.shape[1], q.shape[0], chunk, cu_seqlens)
@@ -222,8 +224,7 @@ def _(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, chunk):  # type: ignore[no-u
     return v.new_empty(v.shape, dtype=dtype), torch.empty_like(W), before
 
 
-@torch.library.custom_op("fastweights::chunked_backward", mutates_args=())
-def chunked_backward(
+def backward(
     dy: Tensor,
     dW: Tensor | None,
     q: Tensor,
@@ -304,6 +305,9 @@ def _decay_gradient(x: Chunks, dspan: Tensor) -> Tensor:
     earlier = pad(x.span[..., :-1, :], (0, 0, 1, 0))
     earlier[..., 0, 0] = 1
     return (later * earlier).sum(-1)
+
+
+chunked_backward = torch.library.custom_op("fastweights::chunked_backward", backward, mutates_args=())
 
 
 @chunked_backward.register_fake

@@ -64,7 +64,7 @@ def _changed(config: Config, **changes: int) -> Config:
 
 
 def _fused(chunk: int, columns: int, precision: int, solve: int, warps: int, stages: int) -> Config:
-    return Config(chunk, columns, precision, solve, 1, 0, warps, stages, warps, stages, 1, 1, 16, twice=1)
+    return Config(chunk, columns, precision, solve, 1, 0, warps, stages, warps, stages, 1, 1, 16, twice=1, ahead=1)
 
 
 def _split(
@@ -77,7 +77,8 @@ def _split(
     chunks: tuple[int, int],
 ) -> Config:
     """`walk` is (warps, stages) of both walks, `chunks` (warps, features) of the launch for the gradients."""
-    return Config(chunk, columns, precision, solve, 0, 1, *walk, *walk, invert_warps, *chunks, twice=int(walk[0] <= 2))
+    few = int(walk[0] <= 2)
+    return Config(chunk, columns, precision, solve, 0, 1, *walk, *walk, invert_warps, *chunks, twice=few, ahead=few)
 
 
 # The largest D and M a row is for, smallest first. float16 takes TF32 products: its range is too short for a state.
@@ -85,9 +86,9 @@ def _split(
 # to 32 in float32 too. Eight warps at chunk 64 are miscompiled (Triton 3.6): no row may have them.
 TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.bfloat16: {
-        (16, 16): _fused(32, 16, HALF, HALF, 1, 3),
+        (16, 16): _fused(16, 16, HALF, HALF, 1, 3),
         (32, 16): _fused(16, 16, HALF, HALF, 1, 3),
-        (32, 32): _fused(16, 32, HALF, HALF, 1, 3),
+        (32, 32): _fused(16, 32, HALF, HALF, 1, 4),
         (64, 16): _fused(16, 16, HALF, HALF, 2, 2),
         # Not the row below: chunks of 64 with fewer than 64 values have ended in an illegal memory access.
         (64, 32): _split(32, 32, HALF, HALF, (4, 2), 1, (4, 64)),
@@ -104,10 +105,10 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
         (512, 256): _split(16, 16, TF32, TF32, (8, 1), 1, (8, 32)),
     },
     torch.float32: {
-        (16, 16): _fused(16, 16, TF32X3, TF32X3, 1, 2),
+        (16, 16): _fused(16, 16, TF32X3, TF32X3, 1, 3),
         (32, 16): _changed(_split(16, 16, TF32X3, TF32X3, (1, 2), 1, (1, 32)), batch=4, chunk_stages=2),
-        (32, 32): _changed(_split(16, 32, TF32X3, TF32X3, (2, 2), 1, (2, 32)), batch=4, chunk_stages=2),
-        (64, 64): _changed(_split(16, 32, TF32X3, TF32X3, (4, 1), 1, (4, 32)), chunk_stages=2),
+        (32, 32): _changed(_split(16, 32, TF32X3, TF32X3, (2, 2), 1, (2, 32)), batch=6, chunk_stages=3),
+        (64, 64): _changed(_split(16, 32, TF32X3, TF32X3, (4, 2), 1, (4, 32)), chunk_stages=2, twice=1, ahead=1),
         (512, 256): _split(16, 16, TF32X3, TF32X3, (8, 1), 1, (8, 16)),
     },
     # The interpreter only: tests compare gradients with finite differences in it.
@@ -118,7 +119,7 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
 MAPPED_ROWS: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.bfloat16: {
         (32, 16): _fused(16, 16, HALF, HALF, 1, 2),
-        (32, 32): _changed(_fused(32, 32, HALF, HALF, 2, 2), prepared=1),
+        (32, 32): _changed(_fused(16, 32, HALF, HALF, 1, 3), prepared=1),
     },
     torch.float32: {
         (16, 16): _changed(_split(16, 16, TF32X3, TF32X3, (1, 2), 1, (1, 16)), batch=4, chunk_stages=2),
@@ -137,6 +138,8 @@ PROGRAMS, MOST_GROUPS, LEAST_GROUPS, LEAST_CHUNKS = 256, 64, 8, 4
 LARGEST_MAPPED = 256
 # So many values fit beside up to so many features, in every dtype, on chips of compute capability 8.0.
 LARGEST_M_MAPPED = {128: 128, LARGEST_MAPPED: 32}
+# So many values beside so many features are walked with all gradients in one launch where products take 16 bits.
+_LARGEST_M_WALKED = {64: 32, 128: 16}
 _MAPPED = {32: (16, 1, 2), 64: (32, 2, 4), 128: (16, 4, 8), 256: (16, 8, 8)}
 
 
@@ -147,8 +150,8 @@ def _mapped(config: Config, D: int, M: int) -> Config:
     config = _changed(config, features=size, gather=int(config.precision != HALF))
     if config.fused:
         return config
-    if config.precision == HALF and size == 128 and M <= 16:
-        # DPFP-3 of the smallest heads: 0.56 ms for what two launches take 1.64 for, the maps being formed once less.
+    if config.precision == HALF and _LARGEST_M_WALKED.get(size, 0) >= M:
+        # One launch each way forms the maps once less: DPFP-3 of the smallest heads takes 0.54 ms instead of 1.64.
         walk = {"forward_warps": 2, "forward_stages": 2, "backward_warps": 2, "backward_stages": 2, "twice": 1}
         return _changed(config, fused=1, prepared=0, chunk=16, **walk)
     chunk, invert_warps, chunk_warps = next(row for keys, row in _MAPPED.items() if keys >= D)

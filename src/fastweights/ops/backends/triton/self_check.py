@@ -254,18 +254,25 @@ def _exact_step(
 def _exact(
     kind: Kind, inputs: tuple[Tensor | None, ...], bounds: Tensor | None, dy: Tensor, dW: Tensor
 ) -> list[Tensor]:
-    """y, W and the gradients of what is there, in float64 by plain PyTorch."""
+    """y, W and the gradients of what is there, in float64 by plain PyTorch.
+
+    Not as custom ops: the first call of one imports PyTorch's compiler, which takes longer than the whole check.
+    """
     q, k, v, a, e, w, W = (None if x is None else x.detach().double() for x in inputs)
     there = [x for x in (q, k, v, a, e, w, W) if x is not None]
+    assert q is not None and k is not None and v is not None and W is not None
+    maps, chunk = kind.features, chunked.chunk_length(kind.features.size(kind.D), kind.M)
     with torch.enable_grad():
         for x in there:
             x.requires_grad_()
-        assert q is not None and k is not None and v is not None and W is not None
-        maps = kind.features
         a, e, w = (None if gate is None else maps.gate(gate) for gate in (a, e, w))
-        y, W_end = chunked.recurrence(maps.of(q), maps.of(k), v, a, e, e if kind.tied else w, W, bounds, torch.float64)
-        grads = torch.autograd.grad([y, W_end], there, [dy.double(), dW.double()])
-    return [y, W_end, *grads]
+        mapped = (maps.of(q), maps.of(k), v, a, e, e if kind.tied else w, W)
+    given = [None if x is None else x.detach() for x in mapped]
+    forward: Callable[..., Any] = chunked.forward
+    backward: Callable[..., Any] = chunked.backward
+    y, W_end, before = forward(*given, bounds, torch.float64, True, chunk)
+    grads = backward(dy.double(), dW.double(), *given[:6], before, bounds, chunk)
+    return [y, W_end, *torch.autograd.grad([x for x in mapped if x is not None], there, grads)]
 
 
 def shipped() -> Iterator[AnyKind]:
