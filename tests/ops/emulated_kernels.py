@@ -50,7 +50,7 @@ class Walk(torch.autograd.Function):
         writes = erases if tied else chunks(one if w is None else w)
         ctx.kinds = [None if x is None else x.dtype for x in (q, k, v, a, e, w, W)]
         R, keep = roundings(q.dtype, config)
-        ctx.how, ctx.kept = (T, chunks, tied, R), []
+        ctx.how, ctx.kept = (T, chunks, tied, R, tied and config.fused and config.ahead), []
         W, found = W.double(), []
         for Q, K, V, a_, *gates in zip(*map(chunks, (q, k, v)), fades, erases, writes, strict=True):
             (G, fade), (e_, w_) = reach_and_fade(a_), (x.unsqueeze(-1) for x in gates)
@@ -67,16 +67,21 @@ class Walk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, dW):
-        T, chunks, tied, R = ctx.how
+        T, chunks, tied, R, diagonal = ctx.how
         dW, found = dW.double(), []
         for dY, (Q, K, V, a_, e_, w_, Z, W, E) in zip(chunks(dy)[::-1], ctx.kept[::-1], strict=True):
             G, fade = reach_and_fade(a_)
             last = torch.arange(a_.shape[-1]) == a_.shape[-1] - 1
             dU = R((Q @ K.mT).tril() * G).mT @ R(dY) + G[..., -1, :, None] * (K @ R(dW))
             dR = dU - Z.mT @ R(e_ * dU)
-            rest, U = R(e_ * dR), R(e_ * E if tied else w_ * V + e_ * E)
-            read, written, recalled = R(dY) @ R(W).mT, U @ R(dW).mT, rest @ R(W).mT
-            dP, dA = R(dY) @ U.mT, (rest @ U.mT).tril(-1)
+            U = R(e_ * E if tied else w_ * V + e_ * E)
+            if diagonal:
+                pairs = R(dR) @ R(E).mT
+                dA, recalled, de = (e_ * pairs * e_.mT).tril(-1), e_ * (R(dR) @ R(W).mT), pairs.diagonal(0, -2, -1)
+            else:
+                rest = R(e_ * dR)
+                dA, recalled, de = (rest @ U.mT).tril(-1), rest @ R(W).mT, (dR * E).sum(-1)
+            read, written, dP = R(dY) @ R(W).mT, U @ R(dW).mT, R(dY) @ U.mT
             dG = (dP * (Q @ K.mT)).tril() - dA * (K @ K.mT) + last.unsqueeze(-1) * (written * K).sum(-1).unsqueeze(-2)
             dfade = (read * Q - recalled * K).sum(-1) + last * (dW * W).sum((-1, -2)).unsqueeze(-1)
             with torch.enable_grad():
@@ -85,7 +90,7 @@ class Walk(torch.autograd.Function):
             dP, dA, fade = R(dP * G), R(dA * G), fade.unsqueeze(-1)
             dQ = fade * read + dP @ K
             dK = G[..., -1, :, None] * written + dP.mT @ Q - (dA + dA.mT) @ K - fade * recalled
-            found.append((dQ, dK, (e_ if tied else w_) * dR, da, (dR * E).sum(-1), (dR * V).sum(-1)))
+            found.append((dQ, dK, (e_ if tied else w_) * dR, da, de, (dR * V).sum(-1)))
             dW = fade[..., -1:, :] * dW + Q.mT @ R(fade * dY) - K.mT @ R(fade * e_ * dR)
         grads = [torch.cat(x[::-1], 2)[:, :, :T].transpose(1, 2) for x in zip(*found, strict=True)]
         grads = [None if kind is None else x.to(kind) for x, kind in zip(grads, ctx.kinds[:6], strict=True)]

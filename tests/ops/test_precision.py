@@ -5,6 +5,7 @@ import torch
 
 import fastweights as fw
 from fastweights.ops import family
+from fastweights.ops.backends.triton.configs import TABLE
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
 from tests.ops import emulated_kernels
@@ -121,9 +122,12 @@ def reference(call):
     return call.run("reference")
 
 
+@pytest.mark.parametrize("fused", [0, 1])
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("rule", FAMILY)
-def test_without_roundings_the_emulated_kernels_are_exact(rule, normalization):
+def test_without_roundings_the_emulated_kernels_are_exact(rule, normalization, fused, monkeypatch):
+    row = TABLE[torch.float64][512, 256]._replace(fused=fused, ahead=fused)
+    monkeypatch.setattr(emulated_kernels, "configuration", lambda *_: row)
     call = random_call(rule, normalization, 2, 37, 2, 5, 3)
     assert relative_error(everything(call, in_kernels), everything(call, reference)) < 1e-12
 

@@ -89,7 +89,7 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
         (16, 16): _fused(16, 16, HALF, HALF, 1, 3),
         (32, 16): _fused(16, 16, HALF, HALF, 1, 3),
         (32, 32): _fused(16, 32, HALF, HALF, 1, 4),
-        (64, 16): _fused(16, 16, HALF, HALF, 2, 2),
+        (64, 16): _fused(16, 16, HALF, HALF, 1, 3),
         # Not the row below: chunks of 64 with fewer than 64 values have ended in an illegal memory access.
         (64, 32): _split(32, 32, HALF, HALF, (4, 2), 1, (4, 64)),
         (64, 64): _split(64, 64, HALF, HALF, (4, 2), 1, (4, 64)),
@@ -98,16 +98,16 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
         (512, 256): _split(16, 16, HALF, HALF, (8, 1), 1, (8, 64)),
     },
     torch.float16: {
-        (32, 16): _fused(16, 16, TF32, TF32, 1, 2),
-        (32, 32): _fused(16, 32, TF32, TF32, 2, 2),
+        (32, 16): _fused(16, 16, TF32, TF32, 1, 3),
+        (32, 32): _fused(16, 32, TF32, TF32, 2, 3),
         (64, 64): _split(16, 32, TF32, TF32, (2, 2), 1, (4, 32)),
         (128, 128): _split(16, 32, TF32, TF32, (4, 2), 1, (8, 32)),
         (512, 256): _split(16, 16, TF32, TF32, (8, 1), 1, (8, 32)),
     },
     torch.float32: {
         (16, 16): _fused(16, 16, TF32X3, TF32X3, 1, 3),
-        (32, 16): _changed(_split(16, 16, TF32X3, TF32X3, (1, 2), 1, (1, 32)), batch=4, chunk_stages=2),
-        (32, 32): _changed(_split(16, 32, TF32X3, TF32X3, (2, 2), 1, (2, 32)), batch=6, chunk_stages=3),
+        (32, 16): _changed(_split(16, 16, TF32X3, TF32X3, (1, 3), 1, (1, 32)), batch=4, chunk_stages=2),
+        (32, 32): _changed(_split(16, 32, TF32X3, TF32X3, (2, 3), 1, (2, 32)), batch=6, chunk_stages=3),
         (64, 64): _changed(_split(16, 32, TF32X3, TF32X3, (4, 2), 1, (4, 32)), chunk_stages=2, twice=1, ahead=1),
         (512, 256): _split(16, 16, TF32X3, TF32X3, (8, 1), 1, (8, 16)),
     },
@@ -118,11 +118,11 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
 # Rows for keys that are mapped on chip, where they do not follow from those above.
 MAPPED_ROWS: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.bfloat16: {
-        (32, 16): _fused(16, 16, HALF, HALF, 1, 2),
-        (32, 32): _changed(_fused(16, 32, HALF, HALF, 1, 3), prepared=1),
+        (32, 32): _fused(16, 32, HALF, HALF, 1, 3),
+        (64, 16): _changed(_fused(16, 16, HALF, HALF, 1, 2), backward_warps=2),
     },
     torch.float32: {
-        (16, 16): _changed(_split(16, 16, TF32X3, TF32X3, (1, 2), 1, (1, 16)), batch=4, chunk_stages=2),
+        (16, 16): _changed(_split(16, 16, TF32X3, TF32X3, (1, 3), 1, (1, 16)), batch=4, chunk_stages=2),
     },
 }
 

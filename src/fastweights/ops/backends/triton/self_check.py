@@ -256,7 +256,8 @@ def _exact(
 ) -> list[Tensor]:
     """y, W and the gradients of what is there, in float64 by plain PyTorch.
 
-    Not as custom ops: the first call of one imports PyTorch's compiler, which takes longer than the whole check.
+    Not as custom ops, and with the gradient of a number: else the first call imports PyTorch's compiler or its symbolic
+    shapes, which takes longer than the rest of the check.
     """
     q, k, v, a, e, w, W = (None if x is None else x.detach().double() for x in inputs)
     there = [x for x in (q, k, v, a, e, w, W) if x is not None]
@@ -272,7 +273,9 @@ def _exact(
     backward: Callable[..., Any] = chunked.backward
     y, W_end, before = forward(*given, bounds, torch.float64, True, chunk)
     grads = backward(dy.double(), dW.double(), *given[:6], before, bounds, chunk)
-    return [y, W_end, *torch.autograd.grad([x for x in mapped if x is not None], there, grads)]
+    with torch.enable_grad():
+        total = sum((x * grad).sum() for x, grad in zip([x for x in mapped if x is not None], grads, strict=True))
+    return [y, W_end, *torch.autograd.grad(total, there)]
 
 
 def shipped() -> Iterator[AnyKind]:
