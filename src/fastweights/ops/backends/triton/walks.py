@@ -95,6 +95,8 @@ def backward(
         *_, changes = walks.backward(inputs, dy, None, *kept, bounds, True, only_state=True)
         assert changes is not None
         ends = _scan(B, transitions, changes, dW_end, back=True)
+        # The second walk takes the most memory.
+        del changes
         dq, dk, dv, grads, dW = walks.backward(inputs, dy, ends, *kept, bounds, wants_state)
         dq, dk, dv = (x.view(size) for x, size in zip((dq, dk, dv), sizes, strict=True))
         da, de, dw = (None if grad is None else grad.view(B, T, -1) for grad in grads)
