@@ -82,8 +82,9 @@ def _split(
 
 
 # The largest D and M a row is for, smallest first. float16 takes TF32 products: its range is too short for a state.
-# Rows for 16, 32, 64 and 128 of each, 32 x 16 and 64 x 16 were measured on an H200 with the delta rule in bfloat16, those
-# up to 64 x 64 in float32 and float16 too. Eight warps at chunk 64 are miscompiled (Triton 3.6): no row may have them.
+# Rows for 16, 32, 64 and 128 of each, 32 x 16 and 64 x 16 were measured on an H200 with the delta rule in bfloat16,
+# those up to 64 x 64 in float32 and float16 too. Eight warps at chunk 64 are miscompiled (Triton 3.6): no row may have
+# them.
 TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.bfloat16: {
         (16, 16): _fused(16, 16, HALF, HALF, 1, 3),
