@@ -26,12 +26,13 @@ class Config(NamedTuple):
     run ahead in a walk. `precision` and `solve` are how products and how the triangular inverse are formed. Long
     sequences are cut into `groups` that walk side by side, where that is not 0. With `gather` DPFP loads the factors of
     every feature, else it takes them from a tile by products. With `twice` walks load a tile that they need both ways
-    twice instead of turning it on chip: one or two warps turn tiles by shuffles, and what is turned is not copied
+    twice instead of turning it on chip: few warps turn tiles by shuffles, and what is turned is not copied
     ahead. A program of the launch for the gradients takes `batch` chunks one after the other;
-    `chunk_stages` is how far its loads run ahead, over chunks or over tiles of `features`. With `ahead` walks read
-    nothing that the compiler would not copy ahead: 16-bit values come in by a product with the unit matrix, the
-    gradient of a gate from the diagonal of a product, and with `twice` a float32 tile is loaded for each operand it is;
-    and the sums of mapped queries are formed once.
+    `chunk_stages` is how far its loads run ahead, over chunks or over tiles of `features`. With `ahead` walks of the
+    delta rule in bfloat16 and float32 read nothing that the compiler would not copy ahead, and those of other rules and
+    of mapped keys less: bfloat16 values come in by a product with the unit matrix, the gradient of one gate that does
+    both from the diagonal of a product, and with `twice` a float32 tile is loaded for each operand it is; and the sums
+    of mapped queries are formed once.
     """
 
     chunk: int
@@ -83,8 +84,8 @@ def _split(
 
 # The largest D and M a row is for, smallest first. float16 takes TF32 products: its range is too short for a state.
 # Rows for 16, 32, 64 and 128 of each, 32 x 16 and 64 x 16 were measured on an H200 with the delta rule in bfloat16,
-# those up to 64 x 64 in float32 and float16 too. Eight warps at chunk 64 are miscompiled (Triton 3.6): no row may have
-# them.
+# all up to 64 x 64 in float32, and in float16 those of 16, 32 and 64 of each. Eight warps at chunk 64 are miscompiled
+# (Triton 3.6): no row may have them.
 TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.bfloat16: {
         (16, 16): _fused(16, 16, HALF, HALF, 1, 3),
@@ -109,6 +110,7 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
         (16, 16): _fused(16, 16, TF32X3, TF32X3, 1, 3),
         (32, 16): _changed(_split(16, 16, TF32X3, TF32X3, (1, 3), 1, (1, 32)), batch=4, chunk_stages=2),
         (32, 32): _changed(_split(16, 32, TF32X3, TF32X3, (2, 3), 1, (2, 32)), batch=6, chunk_stages=3),
+        # Four warps turn a tile well, but `ahead` loads for each operand only with `twice`.
         (64, 64): _changed(_split(16, 32, TF32X3, TF32X3, (4, 2), 1, (4, 32)), chunk_stages=2, twice=1, ahead=1),
         (512, 256): _split(16, 16, TF32X3, TF32X3, (8, 1), 1, (8, 16)),
     },
@@ -120,6 +122,7 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
 MAPPED_ROWS: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.bfloat16: {
         (32, 32): _fused(16, 32, HALF, HALF, 1, 3),
+        # Forward 54 us with one warp and 86 with two, back 194 and 171.
         (64, 16): _changed(_fused(16, 16, HALF, HALF, 1, 2), backward_warps=2),
     },
     torch.float32: {
@@ -134,13 +137,14 @@ FEW, LONG = 64, 2048
 PROGRAMS, MOST_GROUPS, LEAST_GROUPS, LEAST_CHUNKS = 256, 64, 8, 4
 
 
-# A feature map is computed whole by every kernel, so all D have to fit in one tile of the one for the gradients, which
-# takes registers: (chunk, warps to invert, warps for gradients) of the rows whose kernels are split, by D.
 LARGEST_MAPPED = 256
 # So many values fit beside up to so many features, in every dtype, on chips of compute capability 8.0.
 LARGEST_M_MAPPED = {128: 128, LARGEST_MAPPED: 32}
-# So many values beside so many features are walked with all gradients in one launch where products take 16 bits.
+# So many values beside tiles of just so many features are walked with all gradients in one launch where products take
+# 16 bits.
 _LARGEST_M_WALKED = {64: 32, 128: 16}
+# A feature map is computed whole by every kernel, so all D have to fit in one tile of the one for the gradients, which
+# takes registers: (chunk, warps to invert, warps for gradients) of the rows whose kernels are split, for up to D.
 _MAPPED = {32: (16, 1, 2), 64: (32, 2, 4), 128: (16, 4, 8), 256: (16, 8, 8)}
 
 
@@ -153,7 +157,15 @@ def _mapped(config: Config, D: int, M: int) -> Config:
         return config
     if config.precision == HALF and _LARGEST_M_WALKED.get(size, 0) >= M:
         # One launch each way forms the maps once less: DPFP-3 of the smallest heads takes 0.54 ms instead of 1.64.
-        walk = {"forward_warps": 2, "forward_stages": 2, "backward_warps": 2, "backward_stages": 2, "twice": 1}
+        # With `ahead` both are 3 % slower.
+        walk = {
+            "forward_warps": 2,
+            "forward_stages": 2,
+            "backward_warps": 2,
+            "backward_stages": 2,
+            "twice": 1,
+            "ahead": 0,
+        }
         return _changed(config, fused=1, prepared=0, chunk=16, **walk)
     chunk, invert_warps, chunk_warps = next(row for keys, row in _MAPPED.items() if keys >= D)
     return _changed(config, chunk=min(chunk, config.chunk), invert_warps=invert_warps, chunk_warps=chunk_warps)

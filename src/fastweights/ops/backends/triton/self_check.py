@@ -269,6 +269,7 @@ def _exact(
         a, e, w = (None if gate is None else maps.gate(gate) for gate in (a, e, w))
         mapped = (maps.of(q), maps.of(k), v, a, e, e if kind.tied else w, W)
     given = [None if x is None else x.detach() for x in mapped]
+    # Typed so that a list can be passed.
     forward: Callable[..., Any] = chunked.forward
     backward: Callable[..., Any] = chunked.backward
     y, W_end, before = forward(*given, bounds, torch.float64, True, chunk)

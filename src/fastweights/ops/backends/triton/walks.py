@@ -52,6 +52,8 @@ def forward(
         square = plan(q, k, nothing, gates, groups, bounds, *how)
         _, transitions, *_ = square.forward((q, k, nothing, *gates), unit, bounds, False, False, inverses)
         starts = _scan(B, transitions, changes, W, back=False)
+        # Here and in `backward` the last walk takes the most memory.
+        del changes, unit
         y, W_end, *kept = walks.forward(inputs, starts, bounds, keep, inverses=inverses)
         states, inverses, errors = kept
         errors = errors.unflatten(1, (B, T)).flatten(0, 1)
@@ -95,7 +97,6 @@ def backward(
         *_, changes = walks.backward(inputs, dy, None, *kept, bounds, True, only_state=True)
         assert changes is not None
         ends = _scan(B, transitions, changes, dW_end, back=True)
-        # The second walk takes the most memory.
         del changes
         dq, dk, dv, grads, dW = walks.backward(inputs, dy, ends, *kept, bounds, wants_state)
         dq, dk, dv = (x.view(size) for x, size in zip((dq, dk, dv), sizes, strict=True))
