@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+
+from fastweights.ops.autograd import differentiable_once
 
 
 class Projection(Function):
@@ -32,7 +33,7 @@ class Projection(Function):
         return torch.addmm(b_k, E, W_k.mT), torch.addmm(b_q, rows, W_q.mT)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_keys: Tensor, d_queries: Tensor) -> tuple[Tensor | None, ...]:
         E, W_k, W_q, queries, rows = ctx.saved_tensors
         d_E = (d_keys @ W_k).index_add_(0, queries, d_queries @ W_q)
@@ -90,7 +91,7 @@ class DPFPScores(Function):
         return u.mul_(Au).sum(-1) / 2
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_scores: Tensor) -> tuple[Tensor | None, ...]:
         k, q, Au, keys, values = ctx.saved_tensors
         d_u = Au * d_scores.unsqueeze(-1)
@@ -119,7 +120,7 @@ class FAVORScores(Function):
         return scores
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_scores: Tensor) -> tuple[Tensor | None, ...]:
         k, q, R, slope, scores, values = ctx.saved_tensors
         d_along = slope * (d_scores / (2 * len(R))).unsqueeze(-1)
@@ -157,7 +158,7 @@ class DeltaRead(Function):
         return (c * beta.unsqueeze(-1)).mT
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_a: Tensor) -> tuple[Tensor | None, ...]:
         k, beta, c, *carried = ctx.saved_tensors
         h = torch.zeros_like(carried[0])
@@ -220,7 +221,7 @@ class ClippedWrites(Function):
         return E, logs
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_E: Tensor, d_logs: Tensor) -> tuple[Tensor | None, ...]:
         k, beta, values, gram, square, n, E, w = ctx.saved_tensors
         value, all_values = values.unsqueeze(-1), values.unsqueeze(1).expand_as(gram)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Gradients = tuple[Tensor | None, ...]
+_ONCE = b"these gradients cannot be differentiated again (those of fast_weight_memory with backend='reference' can)"
 
 
 def differentiable(forward: Any, backward: Any) -> None:
@@ -16,22 +21,75 @@ def differentiable(forward: Any, backward: Any) -> None:
     k, v, the coefficients that are there, and the initial W. dW is None where nobody asked about the final state.
     """
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, _, cu_seqlens, dtype, _ = inputs[:10]
-        ctx.save_for_backward(*tensors, *output[2:], cu_seqlens)
-        ctx.dtype, ctx.settings = dtype, inputs[10:]
-        # Zeros for the gradients of states nobody asked about would be written and read for nothing.
-        ctx.set_materialize_grads(False)
+    def run(ctx: Any, dy: Tensor | None, dW: Tensor | None, *_: Any) -> Gradients:
+        return _gradients(backward, ctx, dy, dW)
 
-    def run(ctx: Any, dy: Tensor | None, dW: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        *saved, cu_seqlens = ctx.saved_tensors
-        if dy is None:
-            dy = saved[2].new_zeros(saved[2].shape, dtype=ctx.dtype)
-        grads = iter(backward(dy, dW, *saved, cu_seqlens, *ctx.settings))
-        found = [None if x is None else next(grads) for x in saved[:6]]
-        return *found, next(grads), *[None] * (3 + len(ctx.settings))
+    forward.register_autograd(run, setup_context=_remember)
 
-    forward.register_autograd(run, setup_context=setup_context)
+
+def direct(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """y and the final W by plain functions like those ops, for calls that are `plain`.
+
+    The Python around a custom op takes longer than a short sequence, and its first call imports PyTorch's compiler.
+    """
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+            y, W, *kept = forward(*inputs)
+            _remember(ctx, inputs, (y, W, *kept))
+            return y, W
+
+        @staticmethod
+        @differentiable_once
+        def backward(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> Gradients:
+            return _gradients(backward, ctx, dy, dW)
+
+    # `Function.apply` first looks for torch.func, which `plain` has done.
+    apply = super(torch.autograd.Function, Direct).apply
+
+    def run(*inputs: Any) -> tuple[Tensor, Tensor]:
+        keep = inputs[9]
+        y, W, *_ = apply(*inputs) if keep else forward(*inputs)
+        return y, W
+
+    return run
+
+
+def differentiable_once(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """The backward pass of an `autograd.Function`, such that differentiating what it gives is an error.
+
+    PyTorch's own `once_differentiable` looks at dy alone: where that is constant, as below a sum, second derivatives by
+    the inputs would be left out without a word.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> Gradients:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        stop: Callable[..., Gradients] = torch._C._functions.DelayedError(_ONCE, len(found))
+        return stop(*(None if x is None else x.detach().requires_grad_() for x in found))
+
+    return run
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, _, cu_seqlens, dtype, _ = inputs[:10]
+    ctx.save_for_backward(*tensors, *output[2:], cu_seqlens)
+    ctx.dtype, ctx.settings = dtype, inputs[10:]
+    # Zeros for the gradients of states nobody asked about would be written and read for nothing.
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(backward: Any, ctx: Any, dy: Tensor | None, dW: Tensor | None) -> Gradients:
+    *saved, cu_seqlens = ctx.saved_tensors
+    if dy is None:
+        dy = saved[2].new_zeros(saved[2].shape, dtype=ctx.dtype)
+    grads = iter(backward(dy, dW, *saved, cu_seqlens, *ctx.settings))
+    found = [None if x is None else next(grads) for x in saved[:6]]
+    return *found, next(grads), *[None] * (3 + len(ctx.settings))
 
 
 def wants_gradients(*tensors: Tensor | None) -> bool:
@@ -41,7 +99,14 @@ def wants_gradients(*tensors: Tensor | None) -> bool:
 
 def watched() -> bool:
     """Whether something that traces or counts stands between a call and its kernels, and should see custom ops."""
-    return bool(torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
+    return bool(
+        torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing()
+    )
+
+
+def plain(x: Tensor) -> bool:
+    """Whether nothing but autograd looks on, and there are numbers."""
+    return type(x) is Tensor and not x.is_meta and not torch.compiler.is_compiling() and not watched()
 
 
 def like_inputs(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, e: Tensor | None, w: Tensor | None) -> list[Tensor]:

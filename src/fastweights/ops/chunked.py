@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastweights.ops.autograd import differentiable, like_inputs, wants_gradients
+from fastweights.ops.autograd import differentiable, direct, like_inputs, plain, wants_gradients
 
 Optional3 = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -185,10 +185,6 @@ def _number_of_chunks(time: int, batch: int, chunk: int, cu_seqlens: Tensor | No
     return time // chunk + cu_seqlens.numel() - 1
 
 
-# `forward` and `backward` are plain functions for the self-check of kernels: the first call of a custom op imports
-# PyTorch's compiler. Everyone else takes the custom ops made of them.
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -321,6 +317,7 @@ def _(dy, dW, q, k, v, a, e, w, before, cu_seqlens, chunk):  # type: ignore[no-u
 
 
 differentiable(chunked, chunked_backward)
+_direct = direct(forward, backward)
 
 
 def recurrence(
@@ -337,5 +334,6 @@ def recurrence(
     """The chunked recurrence, as `ops.family.Recurrence` has it."""
     inputs = (q, k, v, a, e, w, W)
     keep = wants_gradients(*inputs)
-    y, W, _ = chunked(*inputs, cu_seqlens, dtype, keep, chunk_length(k.shape[-1], v.shape[-1]))
+    run = _direct if plain(q) else chunked
+    y, W, *_ = run(*inputs, cu_seqlens, dtype, keep, chunk_length(k.shape[-1], v.shape[-1]))
     return y, W

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops import family
-from fastweights.ops.autograd import differentiable, like_inputs, wants_gradients
+from fastweights.ops.autograd import differentiable, direct, like_inputs, plain, wants_gradients
 from fastweights.ops.backends.base import Backend
 from fastweights.ops.problem import Problem
 
@@ -120,7 +120,6 @@ def _number_of_chunks(q: Tensor, chunk: int, cu_seqlens: Tensor | None) -> int:
     return q.shape[1] // chunk + cu_seqlens.numel() - 1
 
 
-@torch.library.custom_op("fastweights::cpu", mutates_args=(), device_types="cpu")
 def forward(
     q: Tensor,
     k: Tensor,
@@ -146,13 +145,15 @@ def forward(
     return y, W_end, before
 
 
-@forward.register_fake
+op = torch.library.custom_op("fastweights::cpu", forward, mutates_args=(), device_types="cpu")
+
+
+@op.register_fake
 def _(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, chunk):  # type: ignore[no-untyped-def]
     count = _number_of_chunks(q, chunk, cu_seqlens) if keep else 0
     return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), W.new_empty((count, *W.shape[1:]))
 
 
-@torch.library.custom_op("fastweights::cpu_backward", mutates_args=(), device_types="cpu")
 def backward(
     dy: Tensor,
     dW: Tensor | None,
@@ -181,13 +182,17 @@ def backward(
     return [*grads.values(), dW_start]
 
 
-@backward.register_fake
+backward_op = torch.library.custom_op("fastweights::cpu_backward", backward, mutates_args=(), device_types="cpu")
+
+
+@backward_op.register_fake
 def _(dy, dW, q, k, v, a, e, w, before, cu_seqlens, chunk):  # type: ignore[no-untyped-def]
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     return [*like_inputs(q, k, v, a, e, w), before.new_empty((N, *before.shape[1:]))]
 
 
-differentiable(forward, backward)
+differentiable(op, backward_op)
+_direct = direct(forward, backward)
 
 
 def recurrence(
@@ -204,7 +209,8 @@ def recurrence(
     """The recurrence in C++, as `ops.family.Recurrence` has it."""
     inputs = (q, k, v, a, e, w, W)
     keep = wants_gradients(*inputs)
-    y, W, _ = forward(*inputs, cu_seqlens, dtype, keep, chunk_length(k.shape[-1], v.shape[-1]))
+    run = _direct if plain(q) else op
+    y, W, *_ = run(*inputs, cu_seqlens, dtype, keep, chunk_length(k.shape[-1], v.shape[-1]))
     return y, W
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fastweights.ops.autograd import differentiable, like_inputs, wants_gradients, watched
+from fastweights.ops.autograd import Gradients, differentiable, differentiable_once, like_inputs, plain, wants_gradients
 from fastweights.ops.backends.base import Again
 from fastweights.ops.backends.triton.configs import (
     Config,
@@ -158,34 +157,24 @@ class _Walk(torch.autograd.Function):
         return y, W_end
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> tuple[Tensor | None, ...]:
-        # The guard against second derivatives is slow, and needed only where one may come.
-        return (_guarded_gradients if torch.is_grad_enabled() else _gradients)(ctx, dy, dW)
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> Gradients:
+        q, k, v, a, e, w, cu_seqlens, *kept = ctx.saved_tensors
+        plan, (dtype, wide, tied, config, features) = ctx.how
+        if dy is None:
+            dy = v.new_zeros(v.shape, dtype=dtype)
+        wants_state = ctx.needs_input_grad[6]
+        if plan is None:
+            rest = (*kept, cu_seqlens, wide, tied, wants_state, config, features)
+            dq, dk, dv, gates, dW = _walks().backward(dy, dW, q, k, v, (a, e, w), *rest)
+        else:
+            inputs = (q, k, v, a, e, w)
+            dq, dk, dv, gates, dW = plan.backward(inputs, dy, dW, *kept, cu_seqlens, wants_state)
+        return dq, dk, dv, *gates, dW, None, None
 
 
-def _gradients(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, a, e, w, cu_seqlens, *kept = ctx.saved_tensors
-    plan, (dtype, wide, tied, config, features) = ctx.how
-    if dy is None:
-        dy = v.new_zeros(v.shape, dtype=dtype)
-    wants_state = ctx.needs_input_grad[6]
-    if plan is None:
-        rest = (*kept, cu_seqlens, wide, tied, wants_state, config, features)
-        dq, dk, dv, gates, dW = _walks().backward(dy, dW, q, k, v, (a, e, w), *rest)
-    else:
-        inputs = (q, k, v, a, e, w)
-        dq, dk, dv, gates, dW = plan.backward(inputs, dy, dW, *kept, cu_seqlens, wants_state)
-    return dq, dk, dv, *gates, dW, None, None
-
-
-_guarded_gradients = once_differentiable(_gradients)
-# `Function.apply` first looks for torch.func, which `_plain` has done.
+# `Function.apply` first looks for torch.func, which `plain` has done.
 _apply = super(torch.autograd.Function, _Walk).apply
-
-
-def _plain(q: Tensor) -> bool:
-    """Whether nothing but autograd looks on."""
-    return type(q) is Tensor and not torch.compiler.is_compiling() and not watched()
 
 
 def recurrence(
@@ -213,7 +202,7 @@ def recurrence(
     N, wide = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1, torch.promote_types(q.dtype, torch.float32)
     if config is None:
         config = configuration(features.size(q.shape[3]), v.shape[3], q.dtype, N * q.shape[2], q.shape[1], features)
-    if not _plain(q):
+    if not plain(q):
         y, W, *_ = walk(*inputs, cu_seqlens, dtype, keep, wide, tied, list(config), list(features))
         return y, W
     how = (dtype, wide, tied, config, features)
@@ -321,7 +310,7 @@ def step(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     q, W, z, features = problem.q, problem.W, problem.z, problem.features
     if tied:
         w = None
-    if not _plain(q):
+    if not plain(q):
         found = step_op(q, problem.k, problem.v, a, e, w, W, z, q.dtype, tied, list(features))
         return found[0], found[1], None if z is None else found[2]
     rest = (q.dtype, tied, z is not None, problem.in_place, features)
