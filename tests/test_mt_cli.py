@@ -203,7 +203,9 @@ def test_a_newcomer_needs_no_data(tmp_path, monkeypatch):
 @contextmanager
 def translating(folder, *options):
     """`fastweights translate` with pipes at all its ends."""
-    code = "import sys; from fastweights.cli import app; sys.argv[0] = 'fastweights'; app()"
+    # Whoever starts the tests in the background of a shell makes all children deaf to Ctrl-C.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from fastweights.cli import app; sys.argv[0] = 'fastweights'; app()"
     command = [sys.executable, "-c", code, "translate", str(folder), "--beam", "1", *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
