@@ -232,7 +232,7 @@ def test_no_second_backward():
     q, k, v = (torch.randn(1, 5, 1, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     y, _ = recurrence(q, k, v, None, None, None, q.new_zeros(1, 1, 8, 8), None, q.dtype)
     (dq,) = torch.autograd.grad(y.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"cannot be differentiated again.*'reference' can"):
+    with pytest.raises(RuntimeError, match="no autograd formula"):
         (dq.sum() + q.sum()).backward()
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from fastweights.ops.autograd import differentiable_once
 from fastweights.ops.backends.triton import interpreted, unavailable
 
 # Logits of a row that a program has at a time, and its warps.
@@ -112,7 +112,7 @@ class _Fused(torch.autograd.Function):
         return smoothed, nll
 
     @staticmethod
-    @differentiable_once
+    @once_differentiable
     def backward(ctx: Any, d_smoothed: Tensor | None, d_nll: Tensor | None) -> tuple[Tensor | None, None, None]:
         from fastweights.layers.smoothed_kernels import row_gradients
 

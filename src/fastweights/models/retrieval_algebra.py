@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-
-from fastweights.ops.autograd import differentiable_once
+from torch.autograd.function import once_differentiable
 
 
 class Projection(Function):
@@ -33,7 +32,7 @@ class Projection(Function):
         return torch.addmm(b_k, E, W_k.mT), torch.addmm(b_q, rows, W_q.mT)
 
     @staticmethod
-    @differentiable_once
+    @once_differentiable
     def backward(ctx: Any, d_keys: Tensor, d_queries: Tensor) -> tuple[Tensor | None, ...]:
         E, W_k, W_q, queries, rows = ctx.saved_tensors
         d_E = (d_keys @ W_k).index_add_(0, queries, d_queries @ W_q)
@@ -91,7 +90,7 @@ class DPFPScores(Function):
         return u.mul_(Au).sum(-1) / 2
 
     @staticmethod
-    @differentiable_once
+    @once_differentiable
     def backward(ctx: Any, d_scores: Tensor) -> tuple[Tensor | None, ...]:
         k, q, Au, keys, values = ctx.saved_tensors
         d_u = Au * d_scores.unsqueeze(-1)
@@ -120,7 +119,7 @@ class FAVORScores(Function):
         return scores
 
     @staticmethod
-    @differentiable_once
+    @once_differentiable
     def backward(ctx: Any, d_scores: Tensor) -> tuple[Tensor | None, ...]:
         k, q, R, slope, scores, values = ctx.saved_tensors
         d_along = slope * (d_scores / (2 * len(R))).unsqueeze(-1)
@@ -158,7 +157,7 @@ class DeltaRead(Function):
         return (c * beta.unsqueeze(-1)).mT
 
     @staticmethod
-    @differentiable_once
+    @once_differentiable
     def backward(ctx: Any, d_a: Tensor) -> tuple[Tensor | None, ...]:
         k, beta, c, *carried = ctx.saved_tensors
         h = torch.zeros_like(carried[0])
@@ -221,7 +220,7 @@ class ClippedWrites(Function):
         return E, logs
 
     @staticmethod
-    @differentiable_once
+    @once_differentiable
     def backward(ctx: Any, d_E: Tensor, d_logs: Tensor) -> tuple[Tensor | None, ...]:
         k, beta, values, gram, square, n, E, w = ctx.saved_tensors
         value, all_values = values.unsqueeze(-1), values.unsqueeze(1).expand_as(gram)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Gradients = tuple[Tensor | None, ...]
-_ONCE = b"these gradients cannot be differentiated again (those of fast_weight_memory with backend='reference' can)"
 
 
 def differentiable(forward: Any, backward: Any) -> None:
@@ -27,7 +25,7 @@ def differentiable(forward: Any, backward: Any) -> None:
     forward.register_autograd(run, setup_context=_remember)
 
 
-def direct(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+def direct(forward: Callable[..., Any], backward: Callable[..., Any], backward_op: Any) -> Callable[..., Any]:
     """y and the final W by plain functions like those ops, for calls that are `plain`.
 
     The Python around a custom op takes longer than a short sequence, and its first call imports PyTorch's compiler.
@@ -41,9 +39,8 @@ def direct(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callabl
             return y, W
 
         @staticmethod
-        @differentiable_once
         def backward(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> Gradients:
-            return _gradients(backward, ctx, dy, dW)
+            return _gradients(backward if plain_gradient(dy, dW) else backward_op, ctx, dy, dW)
 
     # `Function.apply` first looks for torch.func, which `plain` has done.
     apply = super(torch.autograd.Function, Direct).apply
@@ -52,25 +49,6 @@ def direct(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callabl
         keep = inputs[9]
         y, W, *_ = apply(*inputs) if keep else forward(*inputs)
         return y, W
-
-    return run
-
-
-def differentiable_once(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """The backward pass of an `autograd.Function`, such that differentiating what it gives is an error.
-
-    PyTorch's own `once_differentiable` looks at dy alone: where that is constant, as below a sum, second derivatives by
-    the inputs would be left out without a word.
-    """
-
-    @wraps(backward)
-    def run(ctx: Any, *grads: Tensor | None) -> Gradients:
-        if not torch.is_grad_enabled():
-            return backward(ctx, *grads)
-        with torch.no_grad():
-            found = backward(ctx, *grads)
-        stop: Callable[..., Gradients] = torch._C._functions.DelayedError(_ONCE, len(found))
-        return stop(*(None if x is None else x.detach().requires_grad_() for x in found))
 
     return run
 
@@ -104,9 +82,22 @@ def watched() -> bool:
     )
 
 
-def plain(x: Tensor) -> bool:
-    """Whether nothing but autograd looks on, and there are numbers."""
-    return type(x) is Tensor and not x.is_meta and not torch.compiler.is_compiling() and not watched()
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def plain(*tensors: Any) -> bool:
+    """Whether nothing but autograd looks on, and all are numbers as they stand in memory."""
+    if torch.compiler.is_compiling() or watched():
+        return False
+    for x in tensors:
+        if x is not None and (type(x) not in _PLAIN or x.is_meta or x.is_neg() or x._is_zerotensor()):
+            return False
+    return True
+
+
+def plain_gradient(*grads: Tensor | None) -> bool:
+    """Whether a backward pass may be plain, too: where it may be differentiated again, custom ops raise an error."""
+    return not torch.is_grad_enabled() and plain(*grads)
 
 
 def like_inputs(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, e: Tensor | None, w: Tensor | None) -> list[Tensor]:

@@ -317,7 +317,7 @@ def _(dy, dW, q, k, v, a, e, w, before, cu_seqlens, chunk):  # type: ignore[no-u
 
 
 differentiable(chunked, chunked_backward)
-_direct = direct(forward, backward)
+_direct = direct(forward, backward, chunked_backward)
 
 
 def recurrence(
@@ -334,6 +334,6 @@ def recurrence(
     """The chunked recurrence, as `ops.family.Recurrence` has it."""
     inputs = (q, k, v, a, e, w, W)
     keep = wants_gradients(*inputs)
-    run = _direct if plain(q) else chunked
+    run = _direct if plain(*inputs, cu_seqlens) else chunked
     y, W, *_ = run(*inputs, cu_seqlens, dtype, keep, chunk_length(k.shape[-1], v.shape[-1]))
     return y, W

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops import backends
-from fastweights.ops.autograd import wants_gradients, watched
+from fastweights.ops.autograd import plain, wants_gradients
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import Rule, update_rule
@@ -72,8 +72,8 @@ def fast_weight_memory(
     """
     # Checks, and the choice of a backend, take longer than the smaller kernels: once for each set of shapes.
     same = _signature(q, k, v, rule, beta, decay, state, backend, features)
-    plain = cu_seqlens is None and mask is None and starts is None and normalization is None
-    if same is not None and plain and (again := _again.get(same)) is not None:
+    simple = cu_seqlens is None and mask is None and starts is None and normalization is None
+    if same is not None and simple and (again := _again.get(same)) is not None:
         y, W = again[0](q, k, v, beta, decay, None if state is None else state.W, in_place)
         return y, FastWeightState(W)
     rule = update_rule(rule)
@@ -91,7 +91,7 @@ def fast_weight_memory(
     # A gate that is still a logit cannot be held open or shut.
     problem = problem if mask is None and starts is None else problem.mapped()
     y, W, z = backends.run(problem if mask is None else _masked(problem, mask), backend)
-    if same is not None and plain and (shortest := backends.again(problem, backend)) is not None:
+    if same is not None and simple and (shortest := backends.again(problem, backend)) is not None:
         if len(_again) >= _MOST:
             _again.clear()
         # The rule is kept with it, so that its number is not given to another.
@@ -108,11 +108,9 @@ def _signature(
     q: Any, k: Any, v: Any, rule: Any, beta: Any, decay: Any, state: Any, backend: str, features: Features
 ) -> tuple[Any, ...] | None:
     """Everything that checks and the choice of a backend depend on, of plain tensors on a GPU; None for others."""
-    if torch.compiler.is_compiling() or type(q) is not Tensor or not backends.worth_it(q):
+    if not plain(q, k, v, beta, decay, getattr(state, "W", None)) or not backends.worth_it(q):
         return None
     kind = q.device.type
-    if watched():
-        return None
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype:
         return None
     try:

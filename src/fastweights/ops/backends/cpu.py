@@ -192,7 +192,7 @@ def _(dy, dW, q, k, v, a, e, w, before, cu_seqlens, chunk):  # type: ignore[no-u
 
 
 differentiable(op, backward_op)
-_direct = direct(forward, backward)
+_direct = direct(forward, backward, backward_op)
 
 
 def recurrence(
@@ -209,7 +209,7 @@ def recurrence(
     """The recurrence in C++, as `ops.family.Recurrence` has it."""
     inputs = (q, k, v, a, e, w, W)
     keep = wants_gradients(*inputs)
-    run = _direct if plain(q) else op
+    run = _direct if plain(*inputs, cu_seqlens) else op
     y, W, *_ = run(*inputs, cu_seqlens, dtype, keep, chunk_length(k.shape[-1], v.shape[-1]))
     return y, W
 

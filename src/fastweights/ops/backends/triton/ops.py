@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.ops.autograd import Gradients, differentiable, differentiable_once, like_inputs, plain, wants_gradients
+from fastweights.ops.autograd import Gradients, differentiable, like_inputs, plain, plain_gradient, wants_gradients
 from fastweights.ops.backends.base import Again
 from fastweights.ops.backends.triton.configs import (
     Config,
@@ -157,13 +157,18 @@ class _Walk(torch.autograd.Function):
         return y, W_end
 
     @staticmethod
-    @differentiable_once
     def backward(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> Gradients:
         q, k, v, a, e, w, cu_seqlens, *kept = ctx.saved_tensors
         plan, (dtype, wide, tied, config, features) = ctx.how
         if dy is None:
             dy = v.new_zeros(v.shape, dtype=dtype)
         wants_state = ctx.needs_input_grad[6]
+        if not plain_gradient(dy, dW):
+            transitions = kept[3:] if plan is None and kept[3] is not None else [q.new_empty(0)]
+            settings = (cu_seqlens, wide, tied, list(config), list(features))
+            grads = iter(walk_backward(dy, dW, q, k, v, a, e, w, *kept[:3], *transitions, *settings))
+            found = [None if x is None else next(grads) for x in (q, k, v, a, e, w)]
+            return *found, next(grads) if wants_state else None, None, None
         if plan is None:
             rest = (*kept, cu_seqlens, wide, tied, wants_state, config, features)
             dq, dk, dv, gates, dW = _walks().backward(dy, dW, q, k, v, (a, e, w), *rest)
@@ -202,7 +207,7 @@ def recurrence(
     N, wide = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1, torch.promote_types(q.dtype, torch.float32)
     if config is None:
         config = configuration(features.size(q.shape[3]), v.shape[3], q.dtype, N * q.shape[2], q.shape[1], features)
-    if not plain(q):
+    if not plain(*inputs, cu_seqlens):
         y, W, *_ = walk(*inputs, cu_seqlens, dtype, keep, wide, tied, list(config), list(features))
         return y, W
     how = (dtype, wide, tied, config, features)
@@ -310,7 +315,7 @@ def step(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     q, W, z, features = problem.q, problem.W, problem.z, problem.features
     if tied:
         w = None
-    if not plain(q):
+    if not plain(q, problem.k, problem.v, a, e, w, W, z):
         found = step_op(q, problem.k, problem.v, a, e, w, W, z, q.dtype, tied, list(features))
         return found[0], found[1], None if z is None else found[2]
     rest = (q.dtype, tied, z is not None, problem.in_place, features)
