@@ -199,7 +199,10 @@ def test_compiles_without_graph_breaks(packed):
 def test_no_second_backward():
     call = random_call("delta").requiring_grad()
     (dq,) = torch.autograd.grad(run(call)[0].sum(), call.q, create_graph=True)
-    # Also beside a term that has a gradient: what hangs on the first one must not be left out.
+    # Also beside a term that has a gradient, and by whichever input: nothing must be left out.
+    for x in call.inputs():
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            torch.autograd.grad(dq.sum() + x.sum(), x, retain_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         (dq.sum() + call.q.sum()).backward()
 

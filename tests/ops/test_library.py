@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing import spawn
 
 import fastweights as fw
@@ -76,7 +77,10 @@ def test_no_second_backward_through_chunks():
     """The chunked backward is not differentiable; asking must fail, not return zeros."""
     call = random_call("delta").requiring_grad()
     (dq,) = torch.autograd.grad(call.run("chunked")[0].sum(), call.q, create_graph=True)
-    # Also beside a term that has a gradient: what hangs on the first one must not be left out.
+    # Also beside a term that has a gradient, and by whichever input: nothing must be left out.
+    for x in call.inputs():
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            torch.autograd.grad(dq.sum() + x.sum(), x, retain_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         (dq.sum() + call.q.sum()).backward()
 
@@ -137,3 +141,23 @@ def test_zeros_without_memory(backend):
         q.detach(), k.detach(), torch._efficientzerotensor(v.shape), rule="sum", backend=backend
     )
     assert not y.any()
+
+
+@pytest.mark.parametrize("backend", ["chunked", "cpu"])
+def test_traced_before_dispatch(backend):
+    """One op, not what it does inside with memory that is there while tracing."""
+    call = random_call("delta")
+    traced = make_fx(lambda *x: call.with_inputs(x).run(backend), pre_dispatch=True)(*call.inputs())
+    assert f"fastweights.{backend}" in traced.code
+    other = random_call("delta", seed=1)
+    assert relative_error(traced(*other.inputs()), other.run(backend)) < 1e-12
+
+
+@pytest.mark.parametrize("backend", ["chunked", "cpu"])
+def test_a_default_device_does_not_matter(backend):
+    call = random_call("delta", B=1, T=9)
+    call.state = tuple(x.repeat(2, *[1] * (x.dim() - 1)) for x in call.state)
+    bounds = torch.tensor([0, 4, 9])
+    with torch.device("meta"):
+        found = call.run(backend, cu_seqlens=bounds)
+    assert relative_error(found, call.run(backend, cu_seqlens=bounds)) == 0

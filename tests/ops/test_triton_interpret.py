@@ -229,9 +229,14 @@ def test_strides():
 
 @inside
 def test_no_second_backward():
+    """By no input, the state among them, whatever asks."""
     q, k, v = (torch.randn(1, 5, 1, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    y, _ = recurrence(q, k, v, None, None, None, q.new_zeros(1, 1, 8, 8), None, q.dtype)
+    W = torch.randn(1, 1, 8, 8, dtype=torch.float64, requires_grad=True)
+    y, _ = recurrence(q, k, v, None, None, None, W, None, q.dtype)
     (dq,) = torch.autograd.grad(y.sum(), q, create_graph=True)
+    for x in (q, k, v, W):
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            torch.autograd.grad(dq.sum() + x.sum(), x, retain_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         (dq.sum() + q.sum()).backward()
 

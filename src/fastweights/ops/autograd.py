@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -33,13 +35,14 @@ def direct(forward: Callable[..., Any], backward: Callable[..., Any], backward_o
 
     class Direct(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-            y, W, *kept = forward(*inputs)
-            _remember(ctx, inputs, (y, W, *kept))
-            return y, W
+        def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+            # What is kept is an output, too, so that second derivatives see that it depends on the initial W.
+            outputs: tuple[Tensor, ...] = forward(*inputs)
+            _remember(ctx, inputs, outputs)
+            return outputs
 
         @staticmethod
-        def backward(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> Gradients:
+        def backward(ctx: Any, dy: Tensor | None, dW: Tensor | None, *_: Tensor | None) -> Gradients:
             return _gradients(backward if plain_gradient(dy, dW) else backward_op, ctx, dy, dW)
 
     # `Function.apply` first looks for torch.func, which `plain` has done.
@@ -77,9 +80,12 @@ def wants_gradients(*tensors: Tensor | None) -> bool:
 
 def watched() -> bool:
     """Whether something that traces or counts stands between a call and its kernels, and should see custom ops."""
-    return bool(
-        torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing()
-    )
+    transforms = torch._C._are_functorch_transforms_active()
+    if transforms or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+        return True
+    # A default device is no reason: whoever makes a tensor here says where.
+    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

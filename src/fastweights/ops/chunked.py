@@ -46,8 +46,10 @@ class Layout:
         self.order = torch.tensor(order, device=tokens.device)
         firsts = [bounds[i] + j * chunk for j, n in enumerate(self.active) for i in order[:n]]
         ends = [bounds[i + 1] for n in self.active for i in order[:n]]
-        positions = torch.tensor(firsts, dtype=torch.long).unsqueeze(-1) + torch.arange(chunk)
-        inside = positions < torch.tensor(ends, dtype=torch.long).unsqueeze(-1)
+        positions = torch.tensor(firsts, dtype=torch.long, device="cpu").unsqueeze(-1) + torch.arange(
+            chunk, device="cpu"
+        )
+        inside = positions < torch.tensor(ends, dtype=torch.long, device="cpu").unsqueeze(-1)
         # Positions past an end read the filler row that `split` appends, and write to it in `join`.
         self.positions = positions.masked_fill(~inside, self.time).to(tokens.device)
 

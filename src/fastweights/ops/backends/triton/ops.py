@@ -151,22 +151,26 @@ class _Walk(torch.autograd.Function):
             y, W_end, *kept = _walks().forward(q, k, v, (a, e, w), W, *arguments)
         else:
             y, W_end, *kept = plan.forward((q, k, v, a, e, w), W, cu_seqlens, True)
-        ctx.save_for_backward(q, k, v, a, e, w, cu_seqlens, *kept)
+        ctx.save_for_backward(q, k, v, a, e, w, W if ctx.needs_input_grad[6] else None, cu_seqlens, *kept)
         ctx.how = plan, rest
         ctx.set_materialize_grads(False)
         return y, W_end
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> Gradients:
-        q, k, v, a, e, w, cu_seqlens, *kept = ctx.saved_tensors
+        q, k, v, a, e, w, W, cu_seqlens, *kept = ctx.saved_tensors
         plan, (dtype, wide, tied, config, features) = ctx.how
         if dy is None:
             dy = v.new_zeros(v.shape, dtype=dtype)
         wants_state = ctx.needs_input_grad[6]
         if not plain_gradient(dy, dW):
-            transitions = kept[3:] if plan is None and kept[3] is not None else [q.new_empty(0)]
+            if W is not None:
+                # So that second derivatives see that states depend on the initial one.
+                kept[0] = kept[0] + W.flatten()[:0].sum().to(kept[0].dtype)
+            if plan is not None or kept[3] is None:
+                kept[3:] = [q.new_empty(0)]
             settings = (cu_seqlens, wide, tied, list(config), list(features))
-            grads = iter(walk_backward(dy, dW, q, k, v, a, e, w, *kept[:3], *transitions, *settings))
+            grads = iter(walk_backward(dy, dW, q, k, v, a, e, w, *kept, *settings))
             found = [None if x is None else next(grads) for x in (q, k, v, a, e, w)]
             return *found, next(grads) if wants_state else None, None, None
         if plan is None:
