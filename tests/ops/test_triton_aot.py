@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from fastweights.ops.backends.triton.configs import TABLE, Config, configuration, holds_features
+from fastweights.ops.backends.triton.configs import (
+    TABLE,
+    TOKEN_ROWS,
+    Config,
+    configuration,
+    holds_features,
+    plain_rows,
+)
 from fastweights.ops.features import PLAIN, Features
 
 triton = pytest.importorskip("triton")
@@ -15,12 +22,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from fastweights.ops.backends.triton import launch, one_token, walks  # noqa: E402
 
 # Bytes of shared memory that one block may ask for.
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
-KERNELS = ("invert_chunks", "walk_forward", "walk_backward", "chunk_gradients", "scan_groups")
+KERNELS = (
+    *("invert_chunks", "walk_forward", "walk_backward", "chunk_gradients", "scan_groups"),
+    *("walk_tokens_forward", "walk_tokens_backward"),
+)
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -29,10 +40,9 @@ POINTERS = {
     torch.int64: "*i64",
 }
 ROWS = [
-    pytest.param(dtype, D, M, config, id=f"{str(dtype)[6:]}-{D}x{M}")
-    for dtype, rows in TABLE.items()
+    pytest.param(dtype, D, M, config, id=f"{str(dtype)[6:]}-{D}x{M}{'-tokens' if config.lanes else ''}")
+    for dtype, D, M, config in plain_rows()
     if dtype != torch.float64
-    for (D, M), config in rows.items()
 ]
 GROUPED = [
     pytest.param(torch.bfloat16, D, D, configuration(D, D, torch.bfloat16, 16, 4096), id=f"bfloat16-{D}x{D}-grouped")
@@ -129,7 +139,7 @@ def build(call: Any, capability: int) -> Any:
         if not isinstance(value, int) or value % 16 == 0:
             divisible[(i,)] = [["tt.divisibility", 16]]
     signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constants, divisible)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, divisible)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -144,7 +154,7 @@ def check(calls: list[Any], capability: int) -> None:
 @pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED + ONE)
 def test_compiles_for_hopper(monkeypatch, dtype, D, M, config):
     calls = launches(monkeypatch, dtype, D, M, config, gated=False)
-    assert len(calls) == (9 if config.groups else 4) - (1 + (not config.groups)) * config.fused
+    assert len(calls) == (9 if config.groups else 4) - (1 + (not config.groups)) * config.fused - (config.lanes > 0)
     check(calls, 90)
 
 
@@ -162,10 +172,13 @@ def test_compiles_gated_and_packed(monkeypatch, dtype, D, M, config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("rows", [TABLE, TOKEN_ROWS], ids=["chunks", "tokens"])
 @pytest.mark.parametrize(("D", "M"), TABLE[torch.float32], ids=str)
-def test_compiles_gated_and_normalised(monkeypatch, D, M, capability):
+def test_compiles_gated_and_normalised(monkeypatch, D, M, rows, capability):
     """In float32, as all dtypes then are."""
-    config = TABLE[torch.float32][D, M]
+    if (D, M) not in rows[torch.float32]:
+        pytest.skip("larger heads are walked by chunks")
+    config = rows[torch.float32][D, M]
     check(launches(monkeypatch, torch.float32, D, M, config, gated=True, tied=False), capability)
 
 

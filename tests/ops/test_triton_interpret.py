@@ -90,10 +90,12 @@ def run_both(problem: Problem, kernels: Config | None = None, tolerance: float |
 FUSED = configuration(16, 16, torch.float64, 1, 1)._replace(fused=1, prepared=0)
 # Two programs a state, two tiles of features: what head sizes over 32 are made of.
 SPLIT = configuration(16, 16, torch.float64, 1, 1)._replace(columns=16, features=16)
+# Three chunks ahead, so that there is a stage that is neither written nor read.
+TOKENS = SPLIT._replace(lanes=4, prepared=0, forward_stages=3, backward_stages=3)
 
 
 @inside
-@pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
+@pytest.mark.parametrize("kernels", [FUSED, SPLIT, TOKENS], ids=["fused", "split", "tokens"])
 @pytest.mark.parametrize("rule", FAMILY)
 def test_every_rule(rule, kernels):
     run_both(a_problem(rule, D=20, M=20), kernels)
@@ -169,7 +171,9 @@ def test_inverse_from_float16(chunk):
 
 
 @inside
-@pytest.mark.parametrize("kernels", [FUSED, SPLIT, SPLIT._replace(batch=3)], ids=["fused", "split", "batches"])
+@pytest.mark.parametrize(
+    "kernels", [FUSED, SPLIT, SPLIT._replace(batch=3), TOKENS], ids=["fused", "split", "batches", "tokens"]
+)
 def test_packed_sequences(kernels):
     """Also an empty one at each end, one of a single token, and one that fills a chunk exactly."""
     run_both(a_problem("gated_delta", T=70, H=2, D=16, M=16, bounds=[0, 0, 1, 17, 33, 52, 70, 70]), kernels)
@@ -242,7 +246,7 @@ def test_no_second_backward():
 
 
 @inside
-@pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
+@pytest.mark.parametrize("kernels", [FUSED, SPLIT, TOKENS], ids=["fused", "split", "tokens"])
 def test_as_a_custom_op(kernels):
     """Schema, fake tensors and autograd registration."""
     q, k, v, W = (torch.randn(shape, dtype=torch.float64) for shape in [(1, 5, 1, 8)] * 3 + [(1, 1, 8, 8)])

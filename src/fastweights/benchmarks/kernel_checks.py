@@ -16,7 +16,7 @@ import fastweights as fw
 from fastweights.benchmarks.gpu_timing import short
 from fastweights.ops import family
 from fastweights.ops.backends.triton import self_check
-from fastweights.ops.backends.triton.configs import TABLE
+from fastweights.ops.backends.triton.configs import plain_rows
 from fastweights.ops.backends.triton.kinds import AnyKind, Kind
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
@@ -28,11 +28,9 @@ def every_kind() -> Iterator[AnyKind]:
     """What is shipped (groups, packed sequences, maps and steps too), then every row of the table with every rule."""
     x = torch.zeros(1, 2, 1, 1)
     seen = set()
-    for dtype, rows in TABLE.items():
-        for (D, M), config in rows.items() if dtype in self_check.LIMITS else ():
-            for rule in RULES.values():
-                if rule.coefficients is None:
-                    continue
+    for dtype, D, M, config in plain_rows():
+        for rule in RULES.values() if dtype in self_check.LIMITS else ():
+            if rule.coefficients is not None:
                 gates = dict.fromkeys(rule.gates, x[..., 0])
                 (part,) = family.parts(Problem(rule, x, x, x, gates, x))
                 seen.add(Kind(dtype, D, M, *part[2:], False, config))

@@ -109,8 +109,10 @@ def _unproven(problem: Problem) -> str | None:
     """Which of the kernels that the problem needs failed their self-check."""
     q, (N, H, D, M), features = problem.q, problem.W.shape, problem.features
     packed, walks, one = problem.cu_seqlens is not None, min(N * H, FEW + 1), takes_step(problem)
-    # Only where there are few long walks, or one token, does anything depend on how long they are.
-    T = q.shape[1] if (walks <= FEW and q.shape[1] >= LONG) or q.shape[1] == 1 else 0
+    # Only few long walks, or one token, depend on more than on whether they are long.
+    T = q.shape[1]
+    if T != 1 and (walks > FEW or T < LONG):
+        T = min(T, LONG) // LONG * LONG
     form = (problem.z is None, problem.starts is None, packed, walks, T, features, one)
     key = (problem.rule.coefficients, q.dtype, q.device, H, D, M, *form)
     if key not in _decided:

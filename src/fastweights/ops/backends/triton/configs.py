@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,8 @@ class Config(NamedTuple):
     delta rule in bfloat16 and float32 read nothing that the compiler would not copy ahead, and those of other rules and
     of mapped keys less: bfloat16 values come in by a product with the unit matrix, the gradient of one gate that does
     both from the diagonal of a product, and with `twice` a float32 tile is loaded for each operand it is; and the sums
-    of mapped queries are formed once.
+    of mapped queries are formed once. With `lanes` walks go token by token, without inverses, and so many lanes share
+    what the state holds of one value.
     """
 
     chunk: int
@@ -54,6 +56,7 @@ class Config(NamedTuple):
     batch: int = 1
     chunk_stages: int = 1
     ahead: int = 0
+    lanes: int = 0
 
 
 _FIELDS = Config._fields
@@ -118,6 +121,27 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.float64: {(512, 256): _split(16, 32, IEEE, IEEE, (4, 1), 1, (4, 64))},
 }
 
+
+def _by_token(lanes: int, stages: int, chunks: tuple[int, int], batch: int, chunk_stages: int) -> Config:
+    warps = (1, stages, 1, stages)
+    return Config(
+        *(16, 32, TF32X3, TF32X3, 0, 0, *warps, 1, *chunks),
+        batch=batch,
+        chunk_stages=chunk_stages,
+        twice=1,
+        lanes=lanes,
+    )
+
+
+# Rows for sequences shorter than `LONG`: sums over more tokens one by one would lose digits.
+TOKEN_ROWS: dict[torch.dtype, dict[tuple[int, int], Config]] = {
+    torch.float32: {
+        (16, 16): _by_token(2, 3, (1, 16), 4, 2),
+        (32, 16): _by_token(4, 3, (1, 32), 4, 2),
+        (32, 32): _by_token(2, 3, (2, 32), 6, 3),
+    },
+}
+
 # Rows for keys that are mapped on chip, where they do not follow from those above.
 MAPPED_ROWS: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.bfloat16: {
@@ -171,6 +195,14 @@ def _mapped(config: Config, D: int, M: int) -> Config:
     return _changed(config, chunk=min(chunk, config.chunk), invert_warps=invert_warps, chunk_warps=chunk_warps)
 
 
+def plain_rows() -> Iterator[tuple[torch.dtype, int, int, Config]]:
+    """Every row for keys that come mapped, with the dtype and the largest D and M it is for."""
+    for table in (TABLE, TOKEN_ROWS):
+        for dtype, rows in table.items():
+            for (D, M), config in rows.items():
+                yield dtype, D, M, config
+
+
 def holds_features(D: int, M: int) -> bool:
     """Whether phi of D features can be computed inside the kernels, beside values of size M."""
     room = next((values for features, values in LARGEST_M_MAPPED.items() if features >= D), 0)
@@ -183,7 +215,11 @@ def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int, featur
         # All comes from the state that is given, and a gate's gradient is one sum over it, which may cancel: the state
         # needs more than 8 bits. The launch takes longer than products of one token, whatever they are.
         dtype = torch.float16
-    rows = TABLE[dtype] | MAPPED_ROWS.get(dtype, {}) if features.map else TABLE[dtype]
+    rows = TABLE[dtype]
+    if features.map:
+        rows = rows | MAPPED_ROWS.get(dtype, {})
+    elif T < LONG and not features.logits:
+        rows = rows | TOKEN_ROWS.get(dtype, {})
     config = next(row for (keys, values), row in rows.items() if keys >= D and values >= M)
     if features.map:
         config = _mapped(config, D, M)
@@ -223,7 +259,7 @@ def kept_shapes(
         slots = B * T // C + B * groups
     else:
         slots = B * -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.numel() - 1
-    inverses = erase and (keep or bool(config.prepared))
+    inverses = erase and not config.lanes and (keep or bool(config.prepared))
     errors = (B if erase and keep else 0, T, H, M)
     return (slots if keep else 0, H, M, D), (slots if inverses else 0, H, C, C), errors
 

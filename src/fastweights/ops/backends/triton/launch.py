@@ -22,10 +22,14 @@ from fastweights.ops.backends.triton.configs import (
 from fastweights.ops.backends.triton.forward import invert_chunks, walk_forward
 from fastweights.ops.backends.triton.start import MOST_SHAPES, Constants, Start, kind_of, paced
 from fastweights.ops.backends.triton.strides import Gates, addressable, even, in_units, strides_of
+from fastweights.ops.backends.triton.tokens import walk_tokens_backward, walk_tokens_forward
 from fastweights.ops.features import Features
 
 # Kinds of dy that a plan is ready for at a time.
 MOST_GRADIENTS = 64
+
+# Tokens that walks token by token copy at once; chunks are multiples of it.
+TILE = 16
 
 _NO_ROOM = ((0,), (1,))
 
@@ -90,7 +94,10 @@ class Plan:
         self.slots = self.kept_rooms[1][0][0][0]
         self.prepared = bool(config.prepared) and e is not None
         self.fused = bool(config.fused)
-        self.separate = not self.fused and (tied or w is not None or self.kept_dtype != v.dtype)
+        # Token by token the gradient of a gate that does both is done on the way back, and dv is all that is left.
+        self.scaled = tied and config.lanes > 0
+        other = (tied or w is not None or self.kept_dtype != v.dtype) and not self.scaled
+        self.separate = not self.fused and other
         self.gate_strides = even((a, e, w))[1]
         self.raw_strides = strides_of(q, k, v)
         unit, strides = in_units(self.raw_strides)
@@ -115,6 +122,9 @@ class Plan:
             "GATHER": bool(config.gather),
             "TWICE": _twice(config, unit),
             "AHEAD": bool(config.ahead),
+            "SCALED": self.scaled,
+            "LANES": config.lanes,
+            "TILE": TILE,
             "LOGITS": bool(features.logits),
             "OPERAND": TYPES[self.kept_dtype],
             "ACC": TYPES[wide],
@@ -123,7 +133,7 @@ class Plan:
         }
         kinds = (q.dtype, dtype, wide, *self.gate_dtypes, _type_of(cu_seqlens))
         self.depends_on = (q.device.index, *kinds, self.H, R, self.M, unit, self.strides, tied, config, features)
-        self.block = min(config.columns, power_of_two(self.M))
+        self.block = power_of_two(self.M) if config.lanes else min(config.columns, power_of_two(self.M))
         self.invert = self._start(
             invert_chunks,
             self.kept_rooms[1][1][0][0] * self.H,
@@ -164,9 +174,11 @@ class Plan:
         return self.N * self.H * -(-self.M // block)
 
     def _forward_walk(self, read: bool) -> Start:
-        more = {"BLOCK_M": self.block, "PREPARED": self.prepared, "READ": read}
-        pace = paced(self.config.forward_warps, self.config.forward_stages)
-        return self._start(walk_forward, self._programs(self.block), self.strides, more, pace, read)
+        stages = self.config.forward_stages
+        more = {"BLOCK_M": self.block, "PREPARED": self.prepared, "READ": read, "STAGES": stages}
+        kernel = walk_tokens_forward if self.config.lanes else walk_forward
+        pace = paced(self.config.forward_warps, stages)
+        return self._start(kernel, self._programs(self.block), self.strides, more, pace, read)
 
     def forward(
         self,
@@ -211,10 +223,11 @@ class Plan:
         fused = self.fused and not only_state
         block = power_of_two(self.M) if fused else self.block
         more = {"BLOCK_M": block, "FUSED": fused, "ONLY": only_state, "RIGHT": self.separate}
-        more |= {"UNIT": unit, "TWICE": _twice(config, unit)}
+        more |= {"UNIT": unit, "TWICE": _twice(config, unit), "STAGES": config.backward_stages}
         pace = paced(config.backward_warps, config.backward_stages)
         key = (dy.dtype, unit, strides, only_state)
-        walk = self._start(walk_backward, self._programs(block), strides, more, pace, *key)
+        kernel = walk_tokens_backward if config.lanes else walk_backward
+        walk = self._start(kernel, self._programs(block), strides, more, pace, *key)
         blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M), "UNIT": unit}
         blocks |= {"BATCH": config.batch, "TWICE": config.batch > 1 and _twice(config, unit)}
         programs = -(-self.slots // config.batch) * self.H

@@ -31,6 +31,7 @@ from fastweights.ops.backends.triton.configs import (
     LONG,
     TABLE,
     configuration,
+    plain_rows,
 )
 from fastweights.ops.backends.triton.kinds import AnyKind, Kind, StepKind
 from fastweights.ops.features import Features
@@ -281,10 +282,10 @@ def _exact(
 
 def shipped() -> Iterator[AnyKind]:
     """Every row of the table, with the delta rule, in groups, and packed with the gated delta rule; then fused maps."""
-    for dtype, rows in TABLE.items():
-        for (D, M), config in rows.items() if dtype in LIMITS else ():
+    for dtype, D, M, config in plain_rows():
+        if dtype in LIMITS:
             grouped = configuration(D, M, dtype, 1, LONG)
-            for row in (config,) if config == grouped else (config, grouped):
+            for row in (config,) if config == grouped or config.lanes else (config, grouped):
                 yield Kind(dtype, D, M, False, True, False, True, False, row)
             yield Kind(dtype, D, M, True, True, False, True, True, config)
     for D, M in TABLE[torch.float16]:

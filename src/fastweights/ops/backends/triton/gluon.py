@@ -1,0 +1,111 @@
+"""Gluon as `tokens` uses it, or what stands for it in Triton's interpreter, which does not know Gluon.
+
+There layouts mean nothing, shared memory is an array that begins as NaN, and copies are made when somebody waits for
+them, not before: whoever reads too early reads NaN or another token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+
+
+class SharedMemory:
+    """What `gl.allocate_shared_memory` gives."""
+
+    def __init__(self, dtype: Any, data: np.ndarray[Any, Any]) -> None:
+        self.dtype, self.data, self.shape = dtype, data, data.shape
+
+    def index(self, i: Any) -> SharedMemory:
+        return SharedMemory(self.dtype, self.data[_integer(i)])
+
+    def slice(self, start: Any, length: Any, dim: Any = 0) -> SharedMemory:
+        first = _integer(start)
+        where = [slice(None)] * self.data.ndim
+        where[_integer(dim)] = slice(first, first + _integer(length))
+        return SharedMemory(self.dtype, self.data[tuple(where)])
+
+    def permute(self, order: Sequence[int]) -> SharedMemory:
+        return SharedMemory(self.dtype, self.data.transpose(order))
+
+    def load(self, layout: Any) -> Any:
+        from triton.runtime.interpreter import TensorHandle
+
+        scalar = tl.core._unwrap_if_constexpr(self.dtype)
+        return tl.tensor(TensorHandle(self.data.copy(), scalar), tl.block_type(scalar, list(self.shape)))
+
+
+def _integer(x: Any) -> int:
+    x = tl.core._unwrap_if_constexpr(x)
+    return x if isinstance(x, int) else int(x.handle.data.item())
+
+
+class Copies:
+    """The functions of `ampere.async_copy`, in an order that is allowed and late."""
+
+    def __init__(self) -> None:
+        self.begun: list[Callable[[], None]] = []
+        self.groups: list[list[Callable[[], None]]] = []
+
+    def async_copy_global_to_shared(self, tile: SharedMemory, pointers: Any, mask: Any) -> None:
+        def copy() -> None:
+            tile.data[...] = tl.load(pointers, mask, 0.0).handle.data
+
+        self.begun.append(copy)
+
+    def commit_group(self) -> None:
+        self.groups.append(self.begun)
+        self.begun = []
+
+    def wait_group(self, outstanding: Any) -> None:
+        done = len(self.groups) - _integer(outstanding)
+        for group in self.groups[: max(done, 0)]:
+            for copy in group:
+                copy()
+        self.groups = self.groups[max(done, 0) :]
+
+
+def _allocate(dtype: Any, shape: Sequence[Any], layout: Any) -> SharedMemory:
+    return SharedMemory(dtype, np.full([_integer(size) for size in shape], np.nan, _numpy(dtype)))
+
+
+def _numpy(dtype: Any) -> Any:
+    return {"fp32": np.float32, "fp64": np.float64}[tl.core._unwrap_if_constexpr(dtype).name]
+
+
+def _no_layout(*_: Any) -> None:
+    return None
+
+
+gl: Any
+async_copy: Any
+jit: Any
+constexpr_function: Any
+if triton.knobs.runtime.interpret:
+    jit, async_copy = triton.jit, Copies()
+
+    def constexpr_function(function: Any) -> Any:
+        """Layouts mean nothing here."""
+        return _no_layout
+
+    # Looked up when they are called: the interpreter puts its own in their places while it runs a kernel.
+    gl = SimpleNamespace(
+        BlockedLayout=_no_layout,
+        SliceLayout=_no_layout,
+        SwizzledSharedLayout=_no_layout,
+        allocate_shared_memory=_allocate,
+        arange=lambda start, end, layout: tl.arange(start, end),
+        load=lambda *arguments: tl.load(*arguments),
+        store=lambda *arguments: tl.store(*arguments),
+        sum=lambda *arguments: tl.sum(*arguments),
+        where=lambda *arguments: tl.where(*arguments),
+    )
+else:
+    from triton.experimental.gluon import constexpr_function, jit
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy

@@ -1,0 +1,332 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The walks token by token: the recurrence as it is written, with the state in registers and no products of tiles.
+
+For float32, where a tensor-core product takes three instructions for one: up to 32 x 32 a walk by chunks has more
+instructions, and waits longer for each, than the recurrence itself. They are written in Gluon, the part of Triton in
+which layouts are chosen by hand: a thread holds some columns of the state (`columns of values`, rows here, since states
+are value-major), or a share of one that `LANES` neighbours sum up. Tokens are copied ahead into shared memory.
+
+Arguments are those of the walks by chunks, so that they are launched alike; some are not used. `chunk_gradients` does
+the rest of the gradients from the same states, gradients of states, errors and dR.
+"""
+
+import triton.language as tl
+
+from fastweights.ops.backends.triton.gluon import async_copy, constexpr_function, gl, jit
+from fastweights.ops.backends.triton.pieces import sequence
+
+
+@constexpr_function
+def state_layout(BLOCK_M, BLOCK_D, LANES):
+    """A state (M, D) in one warp: every `LANES` lanes hold some of its rows, each a stretch of them."""
+    return gl.BlockedLayout([BLOCK_M * LANES // 32, BLOCK_D // LANES], [32 // LANES, LANES], [1, 1], [1, 0])
+
+
+@constexpr_function
+def tile_layout(WIDTH):
+    """Rows of a tile in one warp, four entries a lane."""
+    entries = min(4, WIDTH)
+    return gl.BlockedLayout([1, entries], [32 * entries // WIDTH, WIDTH // entries], [1, 1], [1, 0])
+
+
+@jit
+def copy_ahead(tiles, stage, x, start, length, stride, WIDTH: tl.constexpr):
+    """Begin to copy rows of a (tokens, WIDTH) matrix; zeros before the first and past the last, and past WIDTH."""
+    tile = tiles.index(stage)
+    C: tl.constexpr = tiles.shape[1]
+    BLOCK: tl.constexpr = tiles.shape[2]
+    layout: tl.constexpr = tile_layout(BLOCK)
+    rows = start + gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
+    columns = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
+    there = (rows >= 0) & (rows < length) & (columns < WIDTH)
+    async_copy.async_copy_global_to_shared(tile, x + rows * stride + columns, there)
+
+
+@jit
+def row(tile, t: tl.constexpr, layout: tl.constexpr):
+    """One token of a tile (C, ·) as (1, ·)."""
+    return tile.slice(t, 1, 0).load(layout)
+
+
+@jit
+def column(tile, t: tl.constexpr, layout: tl.constexpr):
+    """One token of a tile (C, ·) as (·, 1)."""
+    return tile.slice(t, 1, 0).permute([1, 0]).load(layout)
+
+
+@jit(do_not_specialize=["T", "keep", "given"])
+def walk_tokens_forward(
+    q,
+    k,
+    v,
+    a,
+    e,
+    w,
+    W,
+    cu_seqlens,
+    y,
+    W_end,
+    states,
+    inverses,
+    errors,
+    T,
+    keep,
+    given,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    gate_token,
+    gate_head,
+    UNIT: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    DECAY: tl.constexpr,
+    ERASE: tl.constexpr,
+    WRITE: tl.constexpr,
+    TIED: tl.constexpr,
+    PACKED: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    q_token *= UNIT
+    q_head *= UNIT
+    k_token *= UNIT
+    k_head *= UNIT
+    v_token *= UNIT
+    v_head *= UNIT
+    program = tl.program_id(0)
+    head = program % H
+    n = program // H
+    first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
+
+    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES)
+    in_rows: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ACC: tl.constexpr = W_end.dtype.element_ty
+    q_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
+    k_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
+    v_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_M], in_rows)
+    if DECAY:
+        a_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
+    if ERASE:
+        e_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
+    if WRITE:
+        w_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
+
+    m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
+    in_state = (m[:, None] < M) & (d[None, :] < D)
+    q += first * q_token + head * q_head
+    k += first * k_token + head * k_head
+    v += first * v_token + head * v_head
+    gate = first * gate_token + head * gate_head
+    y += (first * H + head) * M + m
+    errors += (first * H + head) * M + m
+    states += (slot * H + head) * D * M + m[:, None] * D + d[None, :]
+    state = (n.to(tl.int64) * H + head) * D * M + d[None, :] * M + m[:, None]
+    W_t = gl.load(W + state, in_state & (given != 0), 0.0)
+
+    ahead = 0
+    for start in range(-(STAGES - 1) * TILE, length, TILE):
+        # As many tiles ahead as there are stages, less the one that is read below.
+        coming = start + (STAGES - 1) * TILE
+        copy_ahead(q_tiles, ahead, q, coming, length, q_token, D)
+        copy_ahead(k_tiles, ahead, k, coming, length, k_token, D)
+        copy_ahead(v_tiles, ahead, v, coming, length, v_token, M)
+        if DECAY:
+            copy_ahead(a_tiles, ahead, a + gate, coming, length, gate_token, 1)
+        if ERASE:
+            copy_ahead(e_tiles, ahead, e + gate, coming, length, gate_token, 1)
+        if WRITE:
+            copy_ahead(w_tiles, ahead, w + gate, coming, length, gate_token, 1)
+        async_copy.commit_group()
+        ahead = tl.where(ahead == STAGES - 1, 0, ahead + 1)
+        if start >= 0:
+            async_copy.wait_group(STAGES - 1)
+            # The stage after the one that was begun last was begun first.
+            q_ = q_tiles.index(ahead)
+            k_ = k_tiles.index(ahead)
+            v_ = v_tiles.index(ahead)
+            left = length - start
+            # A mask, not a branch or a variant: what inference runs is what training checks.
+            gl.store(states + start // C * H * D * M, W_t, in_state & (keep != 0) & (start % C == 0))
+            for t in tl.static_range(TILE):
+                there = (m < M) & (t < left)
+                k_t = row(k_, t, layout)
+                u = column(v_, t, layout)
+                if DECAY:
+                    W_t *= gl.where(t < left, row(a_tiles.index(ahead), t, layout), 1.0)
+                if WRITE:
+                    u *= row(w_tiles.index(ahead), t, layout)
+                if ERASE:
+                    recall = gl.sum(W_t * k_t, 1)[:, None]
+                    error = u - recall if TIED else recall * -1.0
+                    change = error * row(e_tiles.index(ahead), t, layout)
+                    u = change if TIED else u + change
+                    gl.store(errors + t * H * M, gl.sum(error, 1), there & (keep != 0))
+                W_t += k_t * u
+                gl.store(y + t * H * M, gl.sum(W_t * row(q_, t, layout), 1), there)
+            y += TILE * H * M
+            errors += TILE * H * M
+    async_copy.wait_group(0)
+    gl.store(W_end + state, W_t, in_state)
+
+
+@jit(do_not_specialize=["T", "final", "wanted"])
+def walk_tokens_backward(
+    q,
+    k,
+    v,
+    a,
+    e,
+    w,
+    cu_seqlens,
+    states,
+    inverses,
+    errors,
+    dy,
+    dW_end,
+    dq,
+    dk,
+    dv,
+    da,
+    de,
+    dw,
+    dW,
+    dstates,
+    dright,
+    T,
+    final,
+    wanted,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    dy_token,
+    dy_head,
+    gate_token,
+    gate_head,
+    UNIT: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    DECAY: tl.constexpr,
+    ERASE: tl.constexpr,
+    WRITE: tl.constexpr,
+    TIED: tl.constexpr,
+    PACKED: tl.constexpr,
+    RIGHT: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    q_token *= UNIT
+    q_head *= UNIT
+    k_token *= UNIT
+    k_head *= UNIT
+    dy_token *= UNIT
+    dy_head *= UNIT
+    program = tl.program_id(0)
+    head = program % H
+    n = program // H
+    first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
+
+    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES)
+    in_rows: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ACC: tl.constexpr = dW.dtype.element_ty
+    q_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
+    k_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
+    dy_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_M], in_rows)
+    if TIED:
+        error_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_M], in_rows)
+    if DECAY:
+        a_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
+    if ERASE:
+        e_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
+    if WRITE:
+        w_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
+
+    m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
+    in_state = (m[:, None] < M) & (d[None, :] < D)
+    q += first * q_token + head * q_head
+    k += first * k_token + head * k_head
+    dy += first * dy_token + head * dy_head
+    gate = first * gate_token + head * gate_head
+    errors += (first * H + head) * M
+    state = (n.to(tl.int64) * H + head) * D * M + d[None, :] * M + m[:, None]
+    dW_t = gl.load(dW_end + state, in_state & (final != 0), 0.0)
+
+    last = tl.cdiv(length, TILE) - 1
+    out = (first + last * TILE) * H + head
+    dstates += (slot * H + head) * D * M + m[:, None] * D + d[None, :]
+    dv += out * M + m
+    dright += out * M + m
+    if TIED:
+        de += out
+    ahead = 0
+    for i in range(-(STAGES - 1), last + 1):
+        coming = (last - i - (STAGES - 1)) * TILE
+        copy_ahead(q_tiles, ahead, q, coming, length, q_token, D)
+        copy_ahead(k_tiles, ahead, k, coming, length, k_token, D)
+        copy_ahead(dy_tiles, ahead, dy, coming, length, dy_token, M)
+        if TIED:
+            copy_ahead(error_tiles, ahead, errors, coming, length, H * M, M)
+        if DECAY:
+            copy_ahead(a_tiles, ahead, a + gate, coming, length, gate_token, 1)
+        if ERASE:
+            copy_ahead(e_tiles, ahead, e + gate, coming, length, gate_token, 1)
+        if WRITE:
+            copy_ahead(w_tiles, ahead, w + gate, coming, length, gate_token, 1)
+        async_copy.commit_group()
+        ahead = tl.where(ahead == STAGES - 1, 0, ahead + 1)
+        if i >= 0:
+            async_copy.wait_group(STAGES - 1)
+            start = (last - i) * TILE
+            left = length - start
+            q_ = q_tiles.index(ahead)
+            k_ = k_tiles.index(ahead)
+            dy_ = dy_tiles.index(ahead)
+            ends = (left <= TILE) | (start % C == C - TILE)
+            gl.store(dstates + start // C * H * D * M, dW_t, in_state & ends)
+            for t in tl.static_range(TILE - 1, -1, -1):
+                there = (m < M) & (t < left)
+                k_t = row(k_, t, layout)
+                dW_t += row(q_, t, layout) * column(dy_, t, layout)
+                du = gl.sum(dW_t * k_t, 1)[:, None]
+                drest = du
+                if ERASE:
+                    drest = du * row(e_tiles.index(ahead), t, layout)
+                    dW_t -= k_t * drest
+                if DECAY:
+                    dW_t *= gl.where(t < left, row(a_tiles.index(ahead), t, layout), 1.0)
+                if TIED:
+                    gl.store(dv + t * H * M, gl.sum(drest, 1), there)
+                    gl.store(
+                        de + t * H, gl.sum(gl.sum(du * column(error_tiles.index(ahead), t, layout), 1), 0), t < left
+                    )
+                else:
+                    if WRITE:
+                        gl.store(dv + t * H * M, gl.sum(du * row(w_tiles.index(ahead), t, layout), 1), there)
+                    else:
+                        gl.store(dv + t * H * M, gl.sum(du, 1), there)
+                    if RIGHT:
+                        gl.store(dright + t * H * M, gl.sum(du, 1), there)
+            dv -= TILE * H * M
+            dright -= TILE * H * M
+            if TIED:
+                de -= TILE * H
+    async_copy.wait_group(0)
+    gl.store(dW + state, dW_t, in_state & (wanted != 0))
