@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Gradients of chunks side by side, from what the walk back left: everything but dv, which the walk has written."""
+"""Gradients of chunks side by side, from what the walk back left: everything, or all but dv."""
 
 import triton
 import triton.language as tl
@@ -22,6 +22,7 @@ from fastweights.ops.backends.triton.pieces import (
     reach_of,
     sequence,
     sequence_of,
+    store_rows,
 )
 
 
@@ -39,6 +40,7 @@ def chunk_gradients(
     dy,
     dq,
     dk,
+    dv,
     da,
     de,
     dw,
@@ -75,17 +77,16 @@ def chunk_gradients(
     GATHER: tl.constexpr,
     TWICE: tl.constexpr,
     BATCH: tl.constexpr,
-    SCALED: tl.constexpr,
+    VALUES: tl.constexpr,
     LOGITS: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
 ):
-    """Everything but dv of `BATCH` chunks of one head, from what the walk back left; programs run side by side.
+    """All that the walk back left of `BATCH` chunks of one head; programs run side by side.
 
-    With more than one chunk, loads run ahead as they do in a walk. With `SCALED` the right side's gradient comes times
-    the erase gate, whose own gradient the walk has written.
+    With more than one chunk, loads run ahead as they do in a walk. With `VALUES` dv, too, is left to do.
     """
     q_token *= UNIT
     q_head *= UNIT
@@ -105,12 +106,17 @@ def chunk_gradients(
     WHOLE: tl.constexpr = BLOCK_D >= D
     EARLY: tl.constexpr = BLOCK_D >= D and BLOCK_D * BLOCK_M <= 4096
     for i in range(0, BATCH):
-        slot = program // H * BATCH + i
-        n = sequence_of(slot, N, cu_seqlens, C) if PACKED else slot // tl.cdiv(T, C)
+        if PACKED:
+            slot = program // H * BATCH + i
+            n = sequence_of(slot, N, cu_seqlens, C)
+        else:
+            # First all first chunks: what the walk back has touched last may still be in the cache.
+            n = program // H % N
+            slot = n * tl.cdiv(T, C) + program // H // N * BATCH + i
         first, length, first_slot = sequence(n, T, cu_seqlens, C, PACKED)
         start = (slot - first_slot) * C
-        # Nothing, in a slot that no chunk has.
-        left = tl.where(n < N, length - start, 0).to(tl.int32)
+        # Nothing, where there is no such chunk.
+        left = tl.maximum(length - start, 0).to(tl.int32)
         states_there = tl.where(left > 0, M, 0)
         token = first + start
         gate = token * gate_token + head * gate_head
@@ -186,6 +192,8 @@ def chunk_gradients(
                 if ERASE:
                     keys += dot(k_, k_t, OPERAND, PRECISION)
 
+        if VALUES:
+            store_rows(dv + at, du * (erase if TIED else write)[:, None], rows, left, m, H * M, M)
         if TIED:
             u = error.to(ACC) * erase[:, None]
         else:
@@ -194,7 +202,7 @@ def chunk_gradients(
                 u += error.to(ACC) * erase[:, None]
         # Rounded once, as the operands they are below.
         u = u.to(OPERAND)
-        drest = du_t if SCALED else (du_t.to(ACC) * erase[None, :]).to(OPERAND)
+        drest = (du_t.to(ACC) * erase[None, :]).to(OPERAND)
         dscores, dkeys, dreach, _ = score_gradients(
             u, error, dy_t, drest, erase, scores, keys, reach, C, DECAY, ERASE, False, OPERAND, PRECISION
         )
@@ -230,7 +238,7 @@ def chunk_gradients(
                 kept += kept_
                 whole += tl.sum(tl.sum(dW_t.to(ACC) * W_t.to(ACC), 1), 0)
 
-        if ERASE and not SCALED:
+        if ERASE:
             de_ = tl.sum(du.to(ACC) * error.to(ACC), 1)
             store_gate_gradient(de + gate_out, de_, e_slope, rows, left, H)
         if WRITE:

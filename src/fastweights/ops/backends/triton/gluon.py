@@ -33,6 +33,12 @@ class SharedMemory:
     def permute(self, order: Sequence[int]) -> SharedMemory:
         return SharedMemory(self.dtype, self.data.transpose(order))
 
+    def reshape(self, shape: Sequence[Any]) -> SharedMemory:
+        return SharedMemory(self.dtype, self.data.reshape([_integer(size) for size in shape]))
+
+    def store(self, value: Any) -> None:
+        self.data[...] = value.handle.data
+
     def load(self, layout: Any) -> Any:
         from triton.runtime.interpreter import TensorHandle
 

@@ -28,9 +28,6 @@ from fastweights.ops.features import Features
 # Kinds of dy that a plan is ready for at a time.
 MOST_GRADIENTS = 64
 
-# Tokens that walks token by token copy at once; chunks are multiples of it.
-TILE = 16
-
 _NO_ROOM = ((0,), (1,))
 
 TYPES = {
@@ -94,10 +91,7 @@ class Plan:
         self.slots = self.kept_rooms[1][0][0][0]
         self.prepared = bool(config.prepared) and e is not None
         self.fused = bool(config.fused)
-        # Token by token the gradient of a gate that does both is done on the way back, and dv is all that is left.
-        self.scaled = tied and config.lanes > 0
-        other = (tied or w is not None or self.kept_dtype != v.dtype) and not self.scaled
-        self.separate = not self.fused and other
+        self.separate = not self.fused and (tied or w is not None or self.kept_dtype != v.dtype)
         self.gate_strides = even((a, e, w))[1]
         self.raw_strides = strides_of(q, k, v)
         unit, strides = in_units(self.raw_strides)
@@ -122,9 +116,9 @@ class Plan:
             "GATHER": bool(config.gather),
             "TWICE": _twice(config, unit),
             "AHEAD": bool(config.ahead),
-            "SCALED": self.scaled,
+            "VALUES": config.lanes > 0 and self.separate,
             "LANES": config.lanes,
-            "TILE": TILE,
+            "TILE": 16 if power_of_two(self.D) * power_of_two(self.M) <= 512 else 8,
             "LOGITS": bool(features.logits),
             "OPERAND": TYPES[self.kept_dtype],
             "ACC": TYPES[wide],
@@ -175,7 +169,8 @@ class Plan:
 
     def _forward_walk(self, read: bool) -> Start:
         stages = self.config.forward_stages
-        more = {"BLOCK_M": self.block, "PREPARED": self.prepared, "READ": read, "STAGES": stages}
+        more = {"BLOCK_M": self.block, "PREPARED": self.prepared, "READ": read}
+        more |= {"STAGES": stages, "WARPS": self.config.forward_warps}
         kernel = walk_tokens_forward if self.config.lanes else walk_forward
         pace = paced(self.config.forward_warps, stages)
         return self._start(kernel, self._programs(self.block), self.strides, more, pace, read)
@@ -223,14 +218,16 @@ class Plan:
         fused = self.fused and not only_state
         block = power_of_two(self.M) if fused else self.block
         more = {"BLOCK_M": block, "FUSED": fused, "ONLY": only_state, "RIGHT": self.separate}
-        more |= {"UNIT": unit, "TWICE": _twice(config, unit), "STAGES": config.backward_stages}
+        more |= {"UNIT": unit, "TWICE": _twice(config, unit)}
+        more |= {"STAGES": config.backward_stages, "WARPS": config.backward_warps}
         pace = paced(config.backward_warps, config.backward_stages)
         key = (dy.dtype, unit, strides, only_state)
         kernel = walk_tokens_backward if config.lanes else walk_backward
         walk = self._start(kernel, self._programs(block), strides, more, pace, *key)
         blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M), "UNIT": unit}
         blocks |= {"BATCH": config.batch, "TWICE": config.batch > 1 and _twice(config, unit)}
-        programs = -(-self.slots // config.batch) * self.H
+        several = self.slots if self.packed else -(-self.T // config.chunk)
+        programs = -(-several // config.batch) * self.H * (1 if self.packed else self.N)
         pace = paced(config.chunk_warps, config.chunk_stages)
         return walk, self._start(chunk_gradients, programs, strides, blocks, pace, *key)
 
@@ -252,7 +249,7 @@ class Plan:
             walk, chunks = self._backward_starts(dy, only_state)
             found.append(walk.compile((*given, kept, *rest, wide, q, q, q, a, e, w, wide, kept, right), self.T, 1, 1))
         if not self.fused:
-            found.append(chunks.compile((*given, *rest, q, q, a, e, w, kept, right), self.N, self.T))
+            found.append(chunks.compile((*given, *rest, q, q, q, a, e, w, kept, right), self.N, self.T))
         return found
 
     def backward(
@@ -305,7 +302,7 @@ class Plan:
             int(wants_state),
         )
         if not self.fused and not only_state:
-            chunks((*given, errors, dy, dq, dk, da, de, dw, dstates, dright), self.N, self.T)
+            chunks((*given, errors, dy, dq, dk, dv, da, de, dw, dstates, dright), self.N, self.T)
         return dq, dk, dv, (da, de, dw), dW if wants_state else None
 
 

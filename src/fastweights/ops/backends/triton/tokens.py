@@ -17,29 +17,48 @@ from fastweights.ops.backends.triton.pieces import sequence
 
 
 @constexpr_function
-def state_layout(BLOCK_M, BLOCK_D, LANES):
-    """A state (M, D) in one warp: every `LANES` lanes hold some of its rows, each a stretch of them."""
-    return gl.BlockedLayout([BLOCK_M * LANES // 32, BLOCK_D // LANES], [32 // LANES, LANES], [1, 1], [1, 0])
+def state_layout(BLOCK_M, BLOCK_D, LANES, WARPS):
+    """A state (M, D): warps split its rows, every `LANES` lanes hold some of them, each a stretch."""
+    threads = 32 * WARPS // LANES
+    return gl.BlockedLayout([BLOCK_M // threads, BLOCK_D // LANES], [32 // LANES, LANES], [WARPS, 1], [1, 0])
 
 
 @constexpr_function
-def tile_layout(WIDTH):
-    """Rows of a tile in one warp, four entries a lane."""
+def tile_layout(WIDTH, WARPS):
+    """Rows of a tile, four entries a lane."""
     entries = min(4, WIDTH)
-    return gl.BlockedLayout([1, entries], [32 * entries // WIDTH, WIDTH // entries], [1, 1], [1, 0])
+    return gl.BlockedLayout([1, entries], [32 * entries // WIDTH, WIDTH // entries], [WARPS, 1], [1, 0])
+
+
+@constexpr_function
+def sum_layout(ROWS, WIDTH, WARPS):
+    """Rows of a tile that are summed up, some lanes a row."""
+    return gl.BlockedLayout([1, max(WIDTH * ROWS // 32, 1)], [ROWS, 32 // ROWS], [WARPS, 1], [1, 0])
 
 
 @jit
-def copy_ahead(tiles, stage, x, start, length, stride, WIDTH: tl.constexpr):
+def copy_ahead(tiles, stage, x, start, length, stride, WIDTH: tl.constexpr, WARPS: tl.constexpr):
     """Begin to copy rows of a (tokens, WIDTH) matrix; zeros before the first and past the last, and past WIDTH."""
     tile = tiles.index(stage)
     C: tl.constexpr = tiles.shape[1]
     BLOCK: tl.constexpr = tiles.shape[2]
-    layout: tl.constexpr = tile_layout(BLOCK)
+    layout: tl.constexpr = tile_layout(BLOCK, WARPS)
     rows = start + gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
     columns = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
     there = (rows >= 0) & (rows < length) & (columns < WIDTH)
     async_copy.async_copy_global_to_shared(tile, x + rows * stride + columns, there)
+
+
+@jit
+def overlap(products, tile, WARPS: tl.constexpr):
+    """k_1·k_2 of every two tokens of a tile, into shared memory (pairs, 1)."""
+    PAIRS: tl.constexpr = products.shape[0]
+    WIDTH: tl.constexpr = tile.shape[1]
+    layout: tl.constexpr = sum_layout(PAIRS, WIDTH, WARPS)
+    pairs = tile.reshape([PAIRS, 2 * WIDTH])
+    one = pairs.slice(0, WIDTH, 1).load(layout)
+    other = pairs.slice(WIDTH, WIDTH, 1).load(layout)
+    products.store(gl.sum(one * other, 1)[:, None])
 
 
 @jit
@@ -52,6 +71,20 @@ def row(tile, t: tl.constexpr, layout: tl.constexpr):
 def column(tile, t: tl.constexpr, layout: tl.constexpr):
     """One token of a tile (C, ·) as (·, 1)."""
     return tile.slice(t, 1, 0).permute([1, 0]).load(layout)
+
+
+@jit
+def written(u, recall, erase, TIED: tl.constexpr):
+    """The error of a token, and what is written under its key, where `u` is the value times the write gate."""
+    error = u - recall if TIED else recall * -1.0
+    change = error * erase
+    return error, change if TIED else u + change
+
+
+@jit
+def store_token(x, value, m, M: tl.constexpr, there):
+    """One token's values (M, 1) to its place."""
+    gl.store(x, gl.sum(value, 1), (m < M) & there)
 
 
 @jit(do_not_specialize=["T", "keep", "given"])
@@ -94,6 +127,7 @@ def walk_tokens_forward(
     PACKED: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
+    WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     q_token *= UNIT
@@ -107,7 +141,7 @@ def walk_tokens_forward(
     n = program // H
     first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
 
-    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES)
+    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES, WARPS)
     in_rows: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ACC: tl.constexpr = W_end.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
@@ -117,6 +151,7 @@ def walk_tokens_forward(
         a_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
     if ERASE:
         e_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
+        products = gl.allocate_shared_memory(ACC, [TILE // 2, 1], in_rows)
     if WRITE:
         w_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
 
@@ -137,15 +172,15 @@ def walk_tokens_forward(
     for start in range(-(STAGES - 1) * TILE, length, TILE):
         # As many tiles ahead as there are stages, less the one that is read below.
         coming = start + (STAGES - 1) * TILE
-        copy_ahead(q_tiles, ahead, q, coming, length, q_token, D)
-        copy_ahead(k_tiles, ahead, k, coming, length, k_token, D)
-        copy_ahead(v_tiles, ahead, v, coming, length, v_token, M)
+        copy_ahead(q_tiles, ahead, q, coming, length, q_token, D, WARPS)
+        copy_ahead(k_tiles, ahead, k, coming, length, k_token, D, WARPS)
+        copy_ahead(v_tiles, ahead, v, coming, length, v_token, M, WARPS)
         if DECAY:
-            copy_ahead(a_tiles, ahead, a + gate, coming, length, gate_token, 1)
+            copy_ahead(a_tiles, ahead, a + gate, coming, length, gate_token, 1, WARPS)
         if ERASE:
-            copy_ahead(e_tiles, ahead, e + gate, coming, length, gate_token, 1)
+            copy_ahead(e_tiles, ahead, e + gate, coming, length, gate_token, 1, WARPS)
         if WRITE:
-            copy_ahead(w_tiles, ahead, w + gate, coming, length, gate_token, 1)
+            copy_ahead(w_tiles, ahead, w + gate, coming, length, gate_token, 1, WARPS)
         async_copy.commit_group()
         ahead = tl.where(ahead == STAGES - 1, 0, ahead + 1)
         if start >= 0:
@@ -157,22 +192,41 @@ def walk_tokens_forward(
             left = length - start
             # A mask, not a branch or a variant: what inference runs is what training checks.
             gl.store(states + start // C * H * D * M, W_t, in_state & (keep != 0) & (start % C == 0))
-            for t in tl.static_range(TILE):
-                there = (m < M) & (t < left)
-                k_t = row(k_, t, layout)
-                u = column(v_, t, layout)
+            if ERASE:
+                overlap(products, k_, WARPS)
+            for t in tl.static_range(0, TILE, 2):
+                k_1 = row(k_, t, layout)
+                k_2 = row(k_, t + 1, layout)
+                u_1 = column(v_, t, layout)
+                u_2 = column(v_, t + 1, layout)
                 if DECAY:
-                    W_t *= gl.where(t < left, row(a_tiles.index(ahead), t, layout), 1.0)
+                    a_ = a_tiles.index(ahead)
+                    W_t *= gl.where(t < left, row(a_, t, layout), 1.0)
+                    a_2 = gl.where(t + 1 < left, row(a_, t + 1, layout), 1.0)
                 if WRITE:
-                    u *= row(w_tiles.index(ahead), t, layout)
+                    w_ = w_tiles.index(ahead)
+                    u_1 *= row(w_, t, layout)
+                    u_2 *= row(w_, t + 1, layout)
                 if ERASE:
-                    recall = gl.sum(W_t * k_t, 1)[:, None]
-                    error = u - recall if TIED else recall * -1.0
-                    change = error * row(e_tiles.index(ahead), t, layout)
-                    u = change if TIED else u + change
-                    gl.store(errors + t * H * M, gl.sum(error, 1), there & (keep != 0))
-                W_t += k_t * u
-                gl.store(y + t * H * M, gl.sum(W_t * row(q_, t, layout), 1), there)
+                    # Both before either is written: the second wants what the first writes under the same key.
+                    recall_1 = gl.sum(W_t * k_1, 1)[:, None]
+                    recall_2 = gl.sum(W_t * k_2, 1)[:, None]
+                    e_ = e_tiles.index(ahead)
+                    error_1, u_1 = written(u_1, recall_1, row(e_, t, layout), TIED)
+                    recall_2 += row(products, t // 2, layout) * u_1
+                    if DECAY:
+                        recall_2 *= a_2
+                    error_2, u_2 = written(u_2, recall_2, row(e_, t + 1, layout), TIED)
+                    store_token(errors + t * H * M, error_1, m, M, (keep != 0) & (t < left))
+                    store_token(errors + (t + 1) * H * M, error_2, m, M, (keep != 0) & (t + 1 < left))
+                W_t += k_1 * u_1
+                y_1 = gl.sum(W_t * row(q_, t, layout), 1)[:, None]
+                if DECAY:
+                    W_t *= a_2
+                W_t += k_2 * u_2
+                y_2 = gl.sum(W_t * row(q_, t + 1, layout), 1)[:, None]
+                store_token(y + t * H * M, y_1, m, M, t < left)
+                store_token(y + (t + 1) * H * M, y_2, m, M, t + 1 < left)
             y += TILE * H * M
             errors += TILE * H * M
     async_copy.wait_group(0)
@@ -224,12 +278,10 @@ def walk_tokens_backward(
     BLOCK_M: tl.constexpr,
     DECAY: tl.constexpr,
     ERASE: tl.constexpr,
-    WRITE: tl.constexpr,
-    TIED: tl.constexpr,
     PACKED: tl.constexpr,
-    RIGHT: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
+    WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     q_token *= UNIT
@@ -243,20 +295,17 @@ def walk_tokens_backward(
     n = program // H
     first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
 
-    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES)
+    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES, WARPS)
     in_rows: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ACC: tl.constexpr = dW.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
     k_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
     dy_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_M], in_rows)
-    if TIED:
-        error_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_M], in_rows)
     if DECAY:
         a_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
     if ERASE:
         e_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
-    if WRITE:
-        w_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
+        products = gl.allocate_shared_memory(ACC, [TILE // 2, 1], in_rows)
 
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
@@ -265,31 +314,22 @@ def walk_tokens_backward(
     k += first * k_token + head * k_head
     dy += first * dy_token + head * dy_head
     gate = first * gate_token + head * gate_head
-    errors += (first * H + head) * M
     state = (n.to(tl.int64) * H + head) * D * M + d[None, :] * M + m[:, None]
     dW_t = gl.load(dW_end + state, in_state & (final != 0), 0.0)
 
     last = tl.cdiv(length, TILE) - 1
-    out = (first + last * TILE) * H + head
     dstates += (slot * H + head) * D * M + m[:, None] * D + d[None, :]
-    dv += out * M + m
-    dright += out * M + m
-    if TIED:
-        de += out
+    dright += ((first + last * TILE) * H + head) * M + m
     ahead = 0
     for i in range(-(STAGES - 1), last + 1):
         coming = (last - i - (STAGES - 1)) * TILE
-        copy_ahead(q_tiles, ahead, q, coming, length, q_token, D)
-        copy_ahead(k_tiles, ahead, k, coming, length, k_token, D)
-        copy_ahead(dy_tiles, ahead, dy, coming, length, dy_token, M)
-        if TIED:
-            copy_ahead(error_tiles, ahead, errors, coming, length, H * M, M)
+        copy_ahead(q_tiles, ahead, q, coming, length, q_token, D, WARPS)
+        copy_ahead(k_tiles, ahead, k, coming, length, k_token, D, WARPS)
+        copy_ahead(dy_tiles, ahead, dy, coming, length, dy_token, M, WARPS)
         if DECAY:
-            copy_ahead(a_tiles, ahead, a + gate, coming, length, gate_token, 1)
+            copy_ahead(a_tiles, ahead, a + gate, coming, length, gate_token, 1, WARPS)
         if ERASE:
-            copy_ahead(e_tiles, ahead, e + gate, coming, length, gate_token, 1)
-        if WRITE:
-            copy_ahead(w_tiles, ahead, w + gate, coming, length, gate_token, 1)
+            copy_ahead(e_tiles, ahead, e + gate, coming, length, gate_token, 1, WARPS)
         async_copy.commit_group()
         ahead = tl.where(ahead == STAGES - 1, 0, ahead + 1)
         if i >= 0:
@@ -301,32 +341,36 @@ def walk_tokens_backward(
             dy_ = dy_tiles.index(ahead)
             ends = (left <= TILE) | (start % C == C - TILE)
             gl.store(dstates + start // C * H * D * M, dW_t, in_state & ends)
-            for t in tl.static_range(TILE - 1, -1, -1):
-                there = (m < M) & (t < left)
-                k_t = row(k_, t, layout)
-                dW_t += row(q_, t, layout) * column(dy_, t, layout)
-                du = gl.sum(dW_t * k_t, 1)[:, None]
-                drest = du
+            if ERASE:
+                overlap(products, k_, WARPS)
+            for t in tl.static_range(TILE - 2, -1, -2):
+                k_1 = row(k_, t, layout)
+                k_2 = row(k_, t + 1, layout)
+                dW_t += row(q_, t + 1, layout) * column(dy_, t + 1, layout)
+                du_2 = gl.sum(dW_t * k_2, 1)[:, None]
+                drest_2 = du_2
                 if ERASE:
-                    drest = du * row(e_tiles.index(ahead), t, layout)
-                    dW_t -= k_t * drest
+                    e_ = e_tiles.index(ahead)
+                    drest_2 *= row(e_, t + 1, layout)
+                erased = drest_2
                 if DECAY:
-                    dW_t *= gl.where(t < left, row(a_tiles.index(ahead), t, layout), 1.0)
-                if TIED:
-                    gl.store(dv + t * H * M, gl.sum(drest, 1), there)
-                    gl.store(
-                        de + t * H, gl.sum(gl.sum(du * column(error_tiles.index(ahead), t, layout), 1), 0), t < left
-                    )
-                else:
-                    if WRITE:
-                        gl.store(dv + t * H * M, gl.sum(du * row(w_tiles.index(ahead), t, layout), 1), there)
-                    else:
-                        gl.store(dv + t * H * M, gl.sum(du, 1), there)
-                    if RIGHT:
-                        gl.store(dright + t * H * M, gl.sum(du, 1), there)
-            dv -= TILE * H * M
+                    a_ = a_tiles.index(ahead)
+                    a_2 = gl.where(t + 1 < left, row(a_, t + 1, layout), 1.0)
+                    dW_t *= a_2
+                    erased *= a_2
+                # Before anything is taken away for the second token: that has a known part in what the first gets.
+                dW_t += row(q_, t, layout) * column(dy_, t, layout)
+                du_1 = gl.sum(dW_t * k_1, 1)[:, None]
+                drest_1 = du_1
+                if ERASE:
+                    du_1 -= row(products, t // 2, layout) * erased
+                    drest_1 = du_1 * row(e_, t, layout)
+                    dW_t -= k_2 * erased
+                    dW_t -= k_1 * drest_1
+                if DECAY:
+                    dW_t *= gl.where(t < left, row(a_, t, layout), 1.0)
+                store_token(dright + (t + 1) * H * M, du_2, m, M, t + 1 < left)
+                store_token(dright + t * H * M, du_1, m, M, t < left)
             dright -= TILE * H * M
-            if TIED:
-                de -= TILE * H
     async_copy.wait_group(0)
     gl.store(dW + state, dW_t, in_state & (wanted != 0))
