@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Gradients of chunks side by side, from what the walk back left: everything, or all but dv."""
+"""Gradients of chunks side by side, from what the walk back left: everything but dv, which the walk has written."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,6 @@ from fastweights.ops.backends.triton.pieces import (
     reach_of,
     sequence,
     sequence_of,
-    store_rows,
 )
 
 
@@ -40,7 +39,6 @@ def chunk_gradients(
     dy,
     dq,
     dk,
-    dv,
     da,
     de,
     dw,
@@ -77,16 +75,17 @@ def chunk_gradients(
     GATHER: tl.constexpr,
     TWICE: tl.constexpr,
     BATCH: tl.constexpr,
-    VALUES: tl.constexpr,
+    SCALED: tl.constexpr,
     LOGITS: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     SOLVE: tl.constexpr,
 ):
-    """All that the walk back left of `BATCH` chunks of one head; programs run side by side.
+    """Everything but dv of `BATCH` chunks of one head, from what the walk back left; programs run side by side.
 
-    With more than one chunk, loads run ahead as they do in a walk. With `VALUES` dv, too, is left to do.
+    With more than one chunk, loads run ahead as they do in a walk. With `SCALED` the right side's gradient comes times
+    the erase gate, whose own gradient the walk has written.
     """
     q_token *= UNIT
     q_head *= UNIT
@@ -192,8 +191,6 @@ def chunk_gradients(
                 if ERASE:
                     keys += dot(k_, k_t, OPERAND, PRECISION)
 
-        if VALUES:
-            store_rows(dv + at, du * (erase if TIED else write)[:, None], rows, left, m, H * M, M)
         if TIED:
             u = error.to(ACC) * erase[:, None]
         else:
@@ -202,7 +199,7 @@ def chunk_gradients(
                 u += error.to(ACC) * erase[:, None]
         # Rounded once, as the operands they are below.
         u = u.to(OPERAND)
-        drest = (du_t.to(ACC) * erase[None, :]).to(OPERAND)
+        drest = du_t if SCALED else (du_t.to(ACC) * erase[None, :]).to(OPERAND)
         dscores, dkeys, dreach, _ = score_gradients(
             u, error, dy_t, drest, erase, scores, keys, reach, C, DECAY, ERASE, False, OPERAND, PRECISION
         )
@@ -238,7 +235,7 @@ def chunk_gradients(
                 kept += kept_
                 whole += tl.sum(tl.sum(dW_t.to(ACC) * W_t.to(ACC), 1), 0)
 
-        if ERASE:
+        if ERASE and not SCALED:
             de_ = tl.sum(du.to(ACC) * error.to(ACC), 1)
             store_gate_gradient(de + gate_out, de_, e_slope, rows, left, H)
         if WRITE:

@@ -88,6 +88,16 @@ def _no_layout(*_: Any) -> None:
     return None
 
 
+@triton.jit
+def _add_two(a, b, e, f):  # type: ignore[no-untyped-def]
+    return a + e, b + f
+
+
+@triton.jit
+def _add_four(a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-def]
+    return a + e, b + f, c + g, d + h
+
+
 gl: Any
 async_copy: Any
 jit: Any
@@ -105,13 +115,35 @@ if triton.knobs.runtime.interpret:
         SliceLayout=_no_layout,
         SwizzledSharedLayout=_no_layout,
         allocate_shared_memory=_allocate,
+        convert_layout=lambda x, layout: x,
         arange=lambda start, end, layout: tl.arange(start, end),
         load=lambda *arguments: tl.load(*arguments),
         store=lambda *arguments: tl.store(*arguments),
         sum=lambda *arguments: tl.sum(*arguments),
         where=lambda *arguments: tl.where(*arguments),
     )
+
+    @triton.jit
+    def two_sums(a, b):  # type: ignore[no-untyped-def]
+        return tl.sum(a, 1)[:, None], tl.sum(b, 1)[:, None]
+
+    @triton.jit
+    def four_sums(a, b, c, d):  # type: ignore[no-untyped-def]
+        return tl.sum(a, 1)[:, None], tl.sum(b, 1)[:, None], tl.sum(c, 1)[:, None], tl.sum(d, 1)[:, None]
+
 else:
     from triton.experimental.gluon import constexpr_function, jit
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+    @jit
+    def two_sums(a, b):  # type: ignore[no-untyped-def]
+        """Sums over the second axis, side by side: one alone would wait for each of its additions."""
+        a, b = gl.reduce((a, b), 1, _add_two)
+        return a[:, None], b[:, None]
+
+    @jit
+    def four_sums(a, b, c, d):  # type: ignore[no-untyped-def]
+        """The same of four."""
+        a, b, c, d = gl.reduce((a, b, c, d), 1, _add_four)
+        return a[:, None], b[:, None], c[:, None], d[:, None]

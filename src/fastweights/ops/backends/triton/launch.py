@@ -91,7 +91,10 @@ class Plan:
         self.slots = self.kept_rooms[1][0][0][0]
         self.prepared = bool(config.prepared) and e is not None
         self.fused = bool(config.fused)
-        self.separate = not self.fused and (tied or w is not None or self.kept_dtype != v.dtype)
+        # Token by token the gradient of a gate that does both is done on the way back, and dv is all that is left.
+        self.scaled = tied and config.lanes > 0
+        other = (tied or w is not None or self.kept_dtype != v.dtype) and not self.scaled
+        self.separate = not self.fused and other
         self.gate_strides = even((a, e, w))[1]
         self.raw_strides = strides_of(q, k, v)
         unit, strides = in_units(self.raw_strides)
@@ -116,7 +119,7 @@ class Plan:
             "GATHER": bool(config.gather),
             "TWICE": _twice(config, unit),
             "AHEAD": bool(config.ahead),
-            "VALUES": config.lanes > 0 and self.separate,
+            "SCALED": self.scaled,
             "LANES": config.lanes,
             "TILE": 16 if power_of_two(self.D) * power_of_two(self.M) <= 512 else 8,
             "LOGITS": bool(features.logits),
@@ -249,7 +252,7 @@ class Plan:
             walk, chunks = self._backward_starts(dy, only_state)
             found.append(walk.compile((*given, kept, *rest, wide, q, q, q, a, e, w, wide, kept, right), self.T, 1, 1))
         if not self.fused:
-            found.append(chunks.compile((*given, *rest, q, q, q, a, e, w, kept, right), self.N, self.T))
+            found.append(chunks.compile((*given, *rest, q, q, a, e, w, kept, right), self.N, self.T))
         return found
 
     def backward(
@@ -302,7 +305,7 @@ class Plan:
             int(wants_state),
         )
         if not self.fused and not only_state:
-            chunks((*given, errors, dy, dq, dk, dv, da, de, dw, dstates, dright), self.N, self.T)
+            chunks((*given, errors, dy, dq, dk, da, de, dw, dstates, dright), self.N, self.T)
         return dq, dk, dv, (da, de, dw), dW if wants_state else None
 
 

@@ -12,7 +12,7 @@ the rest of the gradients from the same states, gradients of states, errors and 
 
 import triton.language as tl
 
-from fastweights.ops.backends.triton.gluon import async_copy, constexpr_function, gl, jit
+from fastweights.ops.backends.triton.gluon import async_copy, constexpr_function, four_sums, gl, jit, two_sums
 from fastweights.ops.backends.triton.pieces import sequence
 
 
@@ -50,15 +50,12 @@ def copy_ahead(tiles, stage, x, start, length, stride, WIDTH: tl.constexpr, WARP
 
 
 @jit
-def overlap(products, tile, WARPS: tl.constexpr):
-    """k_1·k_2 of every two tokens of a tile, into shared memory (pairs, 1)."""
-    PAIRS: tl.constexpr = products.shape[0]
+def every_other(tile, which: tl.constexpr, WARPS: tl.constexpr):
+    """The first, or the second, of every two tokens of a tile."""
     WIDTH: tl.constexpr = tile.shape[1]
+    PAIRS: tl.constexpr = tile.shape[0] // 2
     layout: tl.constexpr = sum_layout(PAIRS, WIDTH, WARPS)
-    pairs = tile.reshape([PAIRS, 2 * WIDTH])
-    one = pairs.slice(0, WIDTH, 1).load(layout)
-    other = pairs.slice(WIDTH, WIDTH, 1).load(layout)
-    products.store(gl.sum(one * other, 1)[:, None])
+    return tile.reshape([PAIRS, 2 * WIDTH]).slice(which * WIDTH, WIDTH, 1).load(layout)
 
 
 @jit
@@ -82,9 +79,31 @@ def written(u, recall, erase, TIED: tl.constexpr):
 
 
 @jit
-def store_token(x, value, m, M: tl.constexpr, there):
-    """One token's values (M, 1) to its place."""
-    gl.store(x, gl.sum(value, 1), (m < M) & there)
+def side_by_side(one, two, LANES: tl.constexpr, WARPS: tl.constexpr):
+    """Two columns (M, 1) that every lane of a row has, as (M, 2): half of the lanes for each."""
+    M: tl.constexpr = one.shape[0]
+    layout: tl.constexpr = state_layout(M, LANES, LANES, WARPS)
+    two = gl.convert_layout(two, layout)
+    return gl.where(gl.arange(0, 2, gl.SliceLayout(0, layout))[None, :] == 0, gl.convert_layout(one, layout), two)
+
+
+@jit
+def store_tokens(x, one, two, left, stride, M: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr):
+    """Values (M, 1) of two tokens to their places, as far as `left` goes."""
+    BLOCK: tl.constexpr = one.shape[0]
+    layout: tl.constexpr = state_layout(BLOCK, LANES, LANES, WARPS)
+    m = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))[:, None]
+    t = gl.arange(0, 2, gl.SliceLayout(0, layout))[None, :]
+    gl.store(x + t * stride + m, side_by_side(one, two, LANES, WARPS), (m < M) & (t < left))
+
+
+@jit
+def store_sums(x, one, two, left, stride, LANES: tl.constexpr, WARPS: tl.constexpr):
+    """Sums over values (M, 1) of two tokens to their places."""
+    BLOCK: tl.constexpr = one.shape[0]
+    layout: tl.constexpr = state_layout(BLOCK, LANES, LANES, WARPS)
+    t = gl.arange(0, 2, gl.SliceLayout(0, layout))
+    gl.store(x + t * stride, gl.sum(side_by_side(one, two, LANES, WARPS), 0), t < left)
 
 
 @jit(do_not_specialize=["T", "keep", "given"])
@@ -147,11 +166,12 @@ def walk_tokens_forward(
     q_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
     k_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
     v_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_M], in_rows)
+    # What two tokens that are taken at once have in common.
+    products = gl.allocate_shared_memory(ACC, [4, TILE // 2, 1], in_rows)
     if DECAY:
         a_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
     if ERASE:
         e_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
-        products = gl.allocate_shared_memory(ACC, [TILE // 2, 1], in_rows)
     if WRITE:
         w_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
 
@@ -162,8 +182,8 @@ def walk_tokens_forward(
     k += first * k_token + head * k_head
     v += first * v_token + head * v_head
     gate = first * gate_token + head * gate_head
-    y += (first * H + head) * M + m
-    errors += (first * H + head) * M + m
+    y += (first * H + head) * M
+    errors += (first * H + head) * M
     states += (slot * H + head) * D * M + m[:, None] * D + d[None, :]
     state = (n.to(tl.int64) * H + head) * D * M + d[None, :] * M + m[:, None]
     W_t = gl.load(W + state, in_state & (given != 0), 0.0)
@@ -189,44 +209,56 @@ def walk_tokens_forward(
             q_ = q_tiles.index(ahead)
             k_ = k_tiles.index(ahead)
             v_ = v_tiles.index(ahead)
+            a_ = a_tiles.index(ahead) if DECAY else v_
+            e_ = e_tiles.index(ahead) if ERASE else v_
+            w_ = w_tiles.index(ahead) if WRITE else v_
             left = length - start
             # A mask, not a branch or a variant: what inference runs is what training checks.
             gl.store(states + start // C * H * D * M, W_t, in_state & (keep != 0) & (start % C == 0))
-            if ERASE:
-                overlap(products, k_, WARPS)
+            k_1 = every_other(k_, 0, WARPS)
+            k_2 = every_other(k_, 1, WARPS)
+            q_1 = every_other(q_, 0, WARPS)
+            q_2 = every_other(q_, 1, WARPS)
+            keys, own_1, cross, own_2 = four_sums(k_1 * k_2, k_1 * q_1, k_1 * q_2, k_2 * q_2)
+            products.index(0).store(keys)
+            products.index(1).store(own_1)
+            products.index(2).store(cross)
+            products.index(3).store(own_2)
             for t in tl.static_range(0, TILE, 2):
+                # All that two tokens recall and read of the state before them; of each other by the products above.
                 k_1 = row(k_, t, layout)
                 k_2 = row(k_, t + 1, layout)
+                q_1 = row(q_, t, layout)
+                q_2 = row(q_, t + 1, layout)
                 u_1 = column(v_, t, layout)
                 u_2 = column(v_, t + 1, layout)
-                if DECAY:
-                    a_ = a_tiles.index(ahead)
-                    W_t *= gl.where(t < left, row(a_, t, layout), 1.0)
-                    a_2 = gl.where(t + 1 < left, row(a_, t + 1, layout), 1.0)
                 if WRITE:
-                    w_ = w_tiles.index(ahead)
                     u_1 *= row(w_, t, layout)
                     u_2 *= row(w_, t + 1, layout)
+                if DECAY:
+                    W_t *= gl.where(t < left, row(a_, t, layout), 1.0)
+                    a_2 = gl.where(t + 1 < left, row(a_, t + 1, layout), 1.0)
                 if ERASE:
-                    # Both before either is written: the second wants what the first writes under the same key.
-                    recall_1 = gl.sum(W_t * k_1, 1)[:, None]
-                    recall_2 = gl.sum(W_t * k_2, 1)[:, None]
-                    e_ = e_tiles.index(ahead)
+                    recall_1, recall_2, y_1, y_2 = four_sums(W_t * k_1, W_t * k_2, W_t * q_1, W_t * q_2)
                     error_1, u_1 = written(u_1, recall_1, row(e_, t, layout), TIED)
-                    recall_2 += row(products, t // 2, layout) * u_1
+                    recall_2 += row(products.index(0), t // 2, layout) * u_1
                     if DECAY:
                         recall_2 *= a_2
                     error_2, u_2 = written(u_2, recall_2, row(e_, t + 1, layout), TIED)
-                    store_token(errors + t * H * M, error_1, m, M, (keep != 0) & (t < left))
-                    store_token(errors + (t + 1) * H * M, error_2, m, M, (keep != 0) & (t + 1 < left))
+                    kept = tl.where(keep != 0, left - t, 0)
+                    store_tokens(errors + t * H * M, error_1, error_2, kept, H * M, M, LANES, WARPS)
+                else:
+                    y_1, y_2 = two_sums(W_t * q_1, W_t * q_2)
+                y_1 += row(products.index(1), t // 2, layout) * u_1
+                y_2 += row(products.index(2), t // 2, layout) * u_1
+                if DECAY:
+                    y_2 *= a_2
+                y_2 += row(products.index(3), t // 2, layout) * u_2
+                store_tokens(y + t * H * M, y_1, y_2, left - t, H * M, M, LANES, WARPS)
                 W_t += k_1 * u_1
-                y_1 = gl.sum(W_t * row(q_, t, layout), 1)[:, None]
                 if DECAY:
                     W_t *= a_2
                 W_t += k_2 * u_2
-                y_2 = gl.sum(W_t * row(q_, t + 1, layout), 1)[:, None]
-                store_token(y + t * H * M, y_1, m, M, t < left)
-                store_token(y + (t + 1) * H * M, y_2, m, M, t + 1 < left)
             y += TILE * H * M
             errors += TILE * H * M
     async_copy.wait_group(0)
@@ -278,7 +310,10 @@ def walk_tokens_backward(
     BLOCK_M: tl.constexpr,
     DECAY: tl.constexpr,
     ERASE: tl.constexpr,
+    WRITE: tl.constexpr,
+    TIED: tl.constexpr,
     PACKED: tl.constexpr,
+    RIGHT: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
     WARPS: tl.constexpr,
@@ -301,11 +336,16 @@ def walk_tokens_backward(
     q_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
     k_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
     dy_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_M], in_rows)
+    # What two tokens that are taken at once have in common.
+    products = gl.allocate_shared_memory(ACC, [2, TILE // 2, 1], in_rows)
+    if TIED:
+        error_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_M], in_rows)
     if DECAY:
         a_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
     if ERASE:
         e_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
-        products = gl.allocate_shared_memory(ACC, [TILE // 2, 1], in_rows)
+    if WRITE:
+        w_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
 
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
@@ -314,22 +354,31 @@ def walk_tokens_backward(
     k += first * k_token + head * k_head
     dy += first * dy_token + head * dy_head
     gate = first * gate_token + head * gate_head
+    errors += (first * H + head) * M
     state = (n.to(tl.int64) * H + head) * D * M + d[None, :] * M + m[:, None]
     dW_t = gl.load(dW_end + state, in_state & (final != 0), 0.0)
 
     last = tl.cdiv(length, TILE) - 1
     dstates += (slot * H + head) * D * M + m[:, None] * D + d[None, :]
-    dright += ((first + last * TILE) * H + head) * M + m
+    out = (first + last * TILE) * H + head
+    dv += out * M
+    dright += out * M
+    if TIED:
+        de += out
     ahead = 0
     for i in range(-(STAGES - 1), last + 1):
         coming = (last - i - (STAGES - 1)) * TILE
         copy_ahead(q_tiles, ahead, q, coming, length, q_token, D, WARPS)
         copy_ahead(k_tiles, ahead, k, coming, length, k_token, D, WARPS)
         copy_ahead(dy_tiles, ahead, dy, coming, length, dy_token, M, WARPS)
+        if TIED:
+            copy_ahead(error_tiles, ahead, errors, coming, length, H * M, M, WARPS)
         if DECAY:
             copy_ahead(a_tiles, ahead, a + gate, coming, length, gate_token, 1, WARPS)
         if ERASE:
             copy_ahead(e_tiles, ahead, e + gate, coming, length, gate_token, 1, WARPS)
+        if WRITE:
+            copy_ahead(w_tiles, ahead, w + gate, coming, length, gate_token, 1, WARPS)
         async_copy.commit_group()
         ahead = tl.where(ahead == STAGES - 1, 0, ahead + 1)
         if i >= 0:
@@ -339,38 +388,55 @@ def walk_tokens_backward(
             q_ = q_tiles.index(ahead)
             k_ = k_tiles.index(ahead)
             dy_ = dy_tiles.index(ahead)
+            a_ = a_tiles.index(ahead) if DECAY else k_
+            e_ = e_tiles.index(ahead) if ERASE else k_
             ends = (left <= TILE) | (start % C == C - TILE)
             gl.store(dstates + start // C * H * D * M, dW_t, in_state & ends)
-            if ERASE:
-                overlap(products, k_, WARPS)
+            k_1 = every_other(k_, 0, WARPS)
+            keys, own = two_sums(k_1 * every_other(k_, 1, WARPS), k_1 * every_other(q_, 0, WARPS))
+            products.index(0).store(keys)
+            products.index(1).store(own)
             for t in tl.static_range(TILE - 2, -1, -2):
+                # Both sums before the second token takes anything away, or the first adds: they know those parts.
                 k_1 = row(k_, t, layout)
                 k_2 = row(k_, t + 1, layout)
+                dy_1 = column(dy_, t, layout)
                 dW_t += row(q_, t + 1, layout) * column(dy_, t + 1, layout)
-                du_2 = gl.sum(dW_t * k_2, 1)[:, None]
-                drest_2 = du_2
-                if ERASE:
-                    e_ = e_tiles.index(ahead)
-                    drest_2 *= row(e_, t + 1, layout)
-                erased = drest_2
+                du_1, du_2 = two_sums(dW_t * k_1, dW_t * k_2)
                 if DECAY:
-                    a_ = a_tiles.index(ahead)
                     a_2 = gl.where(t + 1 < left, row(a_, t + 1, layout), 1.0)
                     dW_t *= a_2
-                    erased *= a_2
-                # Before anything is taken away for the second token: that has a known part in what the first gets.
-                dW_t += row(q_, t, layout) * column(dy_, t, layout)
-                du_1 = gl.sum(dW_t * k_1, 1)[:, None]
+                    du_1 *= a_2
+                dW_t += row(q_, t, layout) * dy_1
+                du_1 += row(products.index(1), t // 2, layout) * dy_1
                 drest_1 = du_1
+                drest_2 = du_2
                 if ERASE:
-                    du_1 -= row(products, t // 2, layout) * erased
+                    drest_2 *= row(e_, t + 1, layout)
+                    erased = drest_2 * a_2 if DECAY else drest_2
+                    du_1 -= row(products.index(0), t // 2, layout) * erased
                     drest_1 = du_1 * row(e_, t, layout)
                     dW_t -= k_2 * erased
                     dW_t -= k_1 * drest_1
                 if DECAY:
                     dW_t *= gl.where(t < left, row(a_, t, layout), 1.0)
-                store_token(dright + (t + 1) * H * M, du_2, m, M, t + 1 < left)
-                store_token(dright + t * H * M, du_1, m, M, t < left)
+                if TIED:
+                    store_tokens(dv + t * H * M, drest_1, drest_2, left - t, H * M, M, LANES, WARPS)
+                    error_ = error_tiles.index(ahead)
+                    share_1 = du_1 * column(error_, t, layout)
+                    share_2 = du_2 * column(error_, t + 1, layout)
+                    store_sums(de + t * H, share_1, share_2, left - t, H, LANES, WARPS)
+                else:
+                    if RIGHT:
+                        store_tokens(dright + t * H * M, du_1, du_2, left - t, H * M, M, LANES, WARPS)
+                    if WRITE:
+                        w_ = w_tiles.index(ahead)
+                        du_1 *= row(w_, t, layout)
+                        du_2 *= row(w_, t + 1, layout)
+                    store_tokens(dv + t * H * M, du_1, du_2, left - t, H * M, M, LANES, WARPS)
+            dv -= TILE * H * M
             dright -= TILE * H * M
+            if TIED:
+                de -= TILE * H
     async_copy.wait_group(0)
     gl.store(dW + state, dW_t, in_state & (wanted != 0))
