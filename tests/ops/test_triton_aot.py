@@ -154,7 +154,7 @@ def check(calls: list[Any], capability: int) -> None:
 @pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED + ONE)
 def test_compiles_for_hopper(monkeypatch, dtype, D, M, config):
     calls = launches(monkeypatch, dtype, D, M, config, gated=False)
-    assert len(calls) == (9 if config.groups else 4) - (1 + (not config.groups)) * config.fused - (config.lanes > 0)
+    assert len(calls) == (9 if config.groups else 4) - (1 + (not config.groups)) * config.fused
     check(calls, 90)
 
 

@@ -33,7 +33,8 @@ def every_kind() -> Iterator[AnyKind]:
             if rule.coefficients is not None:
                 gates = dict.fromkeys(rule.gates, x[..., 0])
                 (part,) = family.parts(Problem(rule, x, x, x, gates, x))
-                seen.add(Kind(dtype, D, M, *part[2:], False, config))
+                if not (part.decay and config.lanes):
+                    seen.add(Kind(dtype, D, M, *part[2:], False, config))
     shipped = list(self_check.shipped())
     yield from shipped
     yield from (kind for kind in sorted(seen, key=str) if kind not in shipped)

@@ -121,7 +121,7 @@ def _unproven(problem: Problem) -> str | None:
             kinds.append(StepKind.of_problem(problem))
         else:
             for part in family.parts(problem, LARGEST_M):
-                config = configuration(D, part.M, part.dtype, walks, T, features)
+                config = configuration(D, part.M, part.dtype, walks, T, features, part.decay)
                 kinds.append(Kind(part.dtype, q.shape[3], *part[1:], packed, config, features))
         reasons = (self_check.refusal(kind, H, q.device) for kind in kinds)
         _decided[key] = next((reason for reason in reasons if reason), None)

@@ -75,7 +75,6 @@ def chunk_gradients(
     GATHER: tl.constexpr,
     TWICE: tl.constexpr,
     BATCH: tl.constexpr,
-    SCALED: tl.constexpr,
     LOGITS: tl.constexpr,
     OPERAND: tl.constexpr,
     ACC: tl.constexpr,
@@ -84,8 +83,7 @@ def chunk_gradients(
 ):
     """Everything but dv of `BATCH` chunks of one head, from what the walk back left; programs run side by side.
 
-    With more than one chunk, loads run ahead as they do in a walk. With `SCALED` the right side's gradient comes times
-    the erase gate, whose own gradient the walk has written.
+    With more than one chunk, loads run ahead as they do in a walk.
     """
     q_token *= UNIT
     q_head *= UNIT
@@ -199,7 +197,7 @@ def chunk_gradients(
                 u += error.to(ACC) * erase[:, None]
         # Rounded once, as the operands they are below.
         u = u.to(OPERAND)
-        drest = du_t if SCALED else (du_t.to(ACC) * erase[None, :]).to(OPERAND)
+        drest = (du_t.to(ACC) * erase[None, :]).to(OPERAND)
         dscores, dkeys, dreach, _ = score_gradients(
             u, error, dy_t, drest, erase, scores, keys, reach, C, DECAY, ERASE, False, OPERAND, PRECISION
         )
@@ -235,7 +233,7 @@ def chunk_gradients(
                 kept += kept_
                 whole += tl.sum(tl.sum(dW_t.to(ACC) * W_t.to(ACC), 1), 0)
 
-        if ERASE and not SCALED:
+        if ERASE:
             de_ = tl.sum(du.to(ACC) * error.to(ACC), 1)
             store_gate_gradient(de + gate_out, de_, e_slope, rows, left, H)
         if WRITE:

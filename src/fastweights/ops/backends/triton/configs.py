@@ -33,8 +33,8 @@ class Config(NamedTuple):
     delta rule in bfloat16 and float32 read nothing that the compiler would not copy ahead, and those of other rules and
     of mapped keys less: bfloat16 values come in by a product with the unit matrix, the gradient of one gate that does
     both from the diagonal of a product, and with `twice` a float32 tile is loaded for each operand it is; and the sums
-    of mapped queries are formed once. With `lanes` walks go token by token, without inverses, and so many lanes share
-    what the state holds of one value.
+    of mapped queries are formed once. With `lanes` both walks go token by token, without inverses, and so many lanes
+    share what the state holds of one value.
     """
 
     chunk: int
@@ -122,23 +122,17 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
 }
 
 
-def _by_token(lanes: int, stages: int, chunks: tuple[int, int], batch: int, chunk_stages: int) -> Config:
-    warps = (1, stages, 1, stages)
-    return Config(
-        *(16, 32, TF32X3, TF32X3, 0, 0, *warps, 1, *chunks),
-        batch=batch,
-        chunk_stages=chunk_stages,
-        twice=1,
-        lanes=lanes,
-    )
+def _by_token(lanes: int, forward_stages: int, backward_stages: int) -> Config:
+    walks = (1, forward_stages, 1, backward_stages)
+    return Config(16, 32, TF32X3, TF32X3, 1, 0, *walks, 1, 1, 16, lanes=lanes)
 
 
-# Rows for sequences shorter than `LONG`: sums over more tokens one by one would lose digits.
+# Rows for rules without decay and sequences shorter than `LONG`: sums over more tokens one by one would lose digits.
 TOKEN_ROWS: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.float32: {
-        (16, 16): _by_token(2, 3, (1, 16), 4, 2),
-        (32, 16): _by_token(4, 3, (1, 32), 4, 2),
-        (32, 32): _by_token(2, 3, (2, 32), 6, 3),
+        (16, 16): _by_token(2, 3, 3),
+        (32, 16): _by_token(2, 3, 3),
+        (32, 32): _by_token(2, 3, 3),
     },
 }
 
@@ -209,7 +203,9 @@ def holds_features(D: int, M: int) -> bool:
     return room >= M
 
 
-def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int, features: Features = PLAIN) -> Config:
+def configuration(
+    D: int, M: int, dtype: torch.dtype, walks: int, T: int, features: Features = PLAIN, decay: bool = False
+) -> Config:
     """The shipped configuration for keys of size D, values of size M, and `walks` pairs of sequence and head."""
     if T == 1 and dtype == torch.bfloat16:
         # All comes from the state that is given, and a gate's gradient is one sum over it, which may cancel: the state
@@ -218,7 +214,7 @@ def configuration(D: int, M: int, dtype: torch.dtype, walks: int, T: int, featur
     rows = TABLE[dtype]
     if features.map:
         rows = rows | MAPPED_ROWS.get(dtype, {})
-    elif T < LONG and not features.logits:
+    elif T < LONG and not decay and not features.logits:
         rows = rows | TOKEN_ROWS.get(dtype, {})
     config = next(row for (keys, values), row in rows.items() if keys >= D and values >= M)
     if features.map:

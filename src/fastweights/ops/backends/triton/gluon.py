@@ -36,6 +36,9 @@ class SharedMemory:
     def reshape(self, shape: Sequence[Any]) -> SharedMemory:
         return SharedMemory(self.dtype, self.data.reshape([_integer(size) for size in shape]))
 
+    def _reinterpret(self, dtype: Any, shape: Sequence[Any], layout: Any) -> SharedMemory:
+        return self.reshape(shape)
+
     def store(self, value: Any) -> None:
         self.data[...] = value.handle.data
 
@@ -93,11 +96,6 @@ def _add_two(a, b, e, f):  # type: ignore[no-untyped-def]
     return a + e, b + f
 
 
-@triton.jit
-def _add_four(a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-def]
-    return a + e, b + f, c + g, d + h
-
-
 gl: Any
 async_copy: Any
 jit: Any
@@ -114,8 +112,14 @@ if triton.knobs.runtime.interpret:
         BlockedLayout=_no_layout,
         SliceLayout=_no_layout,
         SwizzledSharedLayout=_no_layout,
+        NVMMADistributedLayout=_no_layout,
+        DotOperandLayout=_no_layout,
         allocate_shared_memory=_allocate,
         convert_layout=lambda x, layout: x,
+        zeros=lambda shape, dtype, layout: tl.zeros(shape, dtype),
+        join=lambda *arguments: tl.join(*arguments),
+        permute=lambda *arguments: tl.permute(*arguments),
+        reshape=lambda *arguments: tl.reshape(*arguments),
         arange=lambda start, end, layout: tl.arange(start, end),
         load=lambda *arguments: tl.load(*arguments),
         store=lambda *arguments: tl.store(*arguments),
@@ -127,23 +131,16 @@ if triton.knobs.runtime.interpret:
     def two_sums(a, b):  # type: ignore[no-untyped-def]
         return tl.sum(a, 1)[:, None], tl.sum(b, 1)[:, None]
 
-    @triton.jit
-    def four_sums(a, b, c, d):  # type: ignore[no-untyped-def]
-        return tl.sum(a, 1)[:, None], tl.sum(b, 1)[:, None], tl.sum(c, 1)[:, None], tl.sum(d, 1)[:, None]
+    def mma_v2(x: Any, y: Any, total: Any, precision: Any) -> Any:
+        return tl.dot(x, y, total, input_precision="ieee", out_dtype=total.dtype)
 
 else:
     from triton.experimental.gluon import constexpr_function, jit
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import async_copy
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
     @jit
     def two_sums(a, b):  # type: ignore[no-untyped-def]
         """Sums over the second axis, side by side: one alone would wait for each of its additions."""
         a, b = gl.reduce((a, b), 1, _add_two)
         return a[:, None], b[:, None]
-
-    @jit
-    def four_sums(a, b, c, d):  # type: ignore[no-untyped-def]
-        """The same of four."""
-        a, b, c, d = gl.reduce((a, b, c, d), 1, _add_four)
-        return a[:, None], b[:, None], c[:, None], d[:, None]

@@ -91,10 +91,7 @@ class Plan:
         self.slots = self.kept_rooms[1][0][0][0]
         self.prepared = bool(config.prepared) and e is not None
         self.fused = bool(config.fused)
-        # Token by token the gradient of a gate that does both is done on the way back, and dv is all that is left.
-        self.scaled = tied and config.lanes > 0
-        other = (tied or w is not None or self.kept_dtype != v.dtype) and not self.scaled
-        self.separate = not self.fused and other
+        self.separate = not self.fused and (tied or w is not None or self.kept_dtype != v.dtype)
         self.gate_strides = even((a, e, w))[1]
         self.raw_strides = strides_of(q, k, v)
         unit, strides = in_units(self.raw_strides)
@@ -119,7 +116,6 @@ class Plan:
             "GATHER": bool(config.gather),
             "TWICE": _twice(config, unit),
             "AHEAD": bool(config.ahead),
-            "SCALED": self.scaled,
             "LANES": config.lanes,
             "TILE": 16 if power_of_two(self.D) * power_of_two(self.M) <= 512 else 8,
             "LOGITS": bool(features.logits),
@@ -173,7 +169,7 @@ class Plan:
     def _forward_walk(self, read: bool) -> Start:
         stages = self.config.forward_stages
         more = {"BLOCK_M": self.block, "PREPARED": self.prepared, "READ": read}
-        more |= {"STAGES": stages, "WARPS": self.config.forward_warps}
+        more |= {"STAGES": stages}
         kernel = walk_tokens_forward if self.config.lanes else walk_forward
         pace = paced(self.config.forward_warps, stages)
         return self._start(kernel, self._programs(self.block), self.strides, more, pace, read)
@@ -222,7 +218,7 @@ class Plan:
         block = power_of_two(self.M) if fused else self.block
         more = {"BLOCK_M": block, "FUSED": fused, "ONLY": only_state, "RIGHT": self.separate}
         more |= {"UNIT": unit, "TWICE": _twice(config, unit)}
-        more |= {"STAGES": config.backward_stages, "WARPS": config.backward_warps}
+        more |= {"STAGES": config.backward_stages}
         pace = paced(config.backward_warps, config.backward_stages)
         key = (dy.dtype, unit, strides, only_state)
         kernel = walk_tokens_backward if config.lanes else walk_backward

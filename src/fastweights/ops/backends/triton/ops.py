@@ -210,7 +210,8 @@ def recurrence(
     keep = wants_gradients(*inputs)
     N, wide = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1, torch.promote_types(q.dtype, torch.float32)
     if config is None:
-        config = configuration(features.size(q.shape[3]), v.shape[3], q.dtype, N * q.shape[2], q.shape[1], features)
+        sizes = (features.size(q.shape[3]), v.shape[3])
+        config = configuration(*sizes, q.dtype, N * q.shape[2], q.shape[1], features, a is not None)
     if not plain(*inputs, cu_seqlens):
         y, W, *_ = walk(*inputs, cu_seqlens, dtype, keep, wide, tied, list(config), list(features))
         return y, W
@@ -237,10 +238,10 @@ def again(problem: Problem) -> Again | None:
     if features.map and not holds_features(D, M):
         # One token is taken with any D; there is no walk to be ready with.
         return None
-    config = configuration(D, M, dtype, N * H, T, features)
+    a, e, w = coefficients(problem)
+    config = configuration(D, M, dtype, N * H, T, features, a is not None)
     if group_length(T, None, config):
         return None
-    a, e, w = coefficients(problem)
     tied = e is not None and e is w
     how = (dtype, wide, tied, config, features)
     plan = _plan()(problem.q, problem.k, problem.v, (a, e, None if tied else w), N, None, *how)

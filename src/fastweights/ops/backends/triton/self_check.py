@@ -287,7 +287,7 @@ def shipped() -> Iterator[AnyKind]:
             grouped = configuration(D, M, dtype, 1, LONG)
             for row in (config,) if config == grouped or config.lanes else (config, grouped):
                 yield Kind(dtype, D, M, False, True, False, True, False, row)
-            yield Kind(dtype, D, M, True, True, False, True, True, config)
+            yield Kind(dtype, D, M, not config.lanes, True, False, True, True, config)
     for D, M in TABLE[torch.float16]:
         # One token takes these in bfloat16 too.
         config = configuration(D, M, torch.bfloat16, FEW + 1, 1)
