@@ -32,6 +32,12 @@ def tile_layout(WIDTH):
 
 
 @constexpr_function
+def turned_rows(WIDTH):
+    """Rows of a tile in shared memory, turned by four entries from row to row, so that columns are read at once, too."""
+    return gl.SwizzledSharedLayout(4, max(32 // WIDTH, 1), min(WIDTH // 4, 8), [1, 0])
+
+
+@constexpr_function
 def sum_layout(ROWS, WIDTH):
     """Rows of a tile that are summed up, some lanes a row."""
     return gl.BlockedLayout([1, WIDTH * ROWS // 32], [ROWS, 32 // ROWS], [1, 1], [1, 0])
@@ -318,7 +324,7 @@ def walk_tokens_backward(
     q_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_D], in_rows)
     k_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_D], in_rows)
     dy_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_M], in_rows)
-    W_tiles = gl.allocate_shared_memory(ACC, [STAGES, BLOCK_M, BLOCK_D], in_rows)
+    W_tiles = gl.allocate_shared_memory(ACC, [STAGES, BLOCK_M, BLOCK_D], turned_rows(BLOCK_D))
     if ERASE:
         error_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_M], in_rows)
         e_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, 1], in_rows)
@@ -326,15 +332,21 @@ def walk_tokens_backward(
         v_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_M], in_rows)
     if WRITE:
         w_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, 1], in_rows)
-    # What two tokens that are taken at once have in common, what the walk leaves, and operands of products.
+    # What two tokens that are taken at once have in common, and what the walk leaves.
     keys = gl.allocate_shared_memory(ACC, [C // 8, 4, 1], in_rows)
     own = gl.allocate_shared_memory(ACC, [C // 8, 4, 1], in_rows)
     du_tiles = gl.allocate_shared_memory(ACC, [C // 8, 8, BLOCK_M], in_rows)
-    u_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_M], in_rows)
-    drest_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_M], in_rows)
-    dW_tile = gl.allocate_shared_memory(ACC, [BLOCK_M, BLOCK_D], in_rows)
-    dscores_tile = gl.allocate_shared_memory(ACC, [C, C], in_rows)
-    dkeys_tile = gl.allocate_shared_memory(ACC, [C, C], in_rows)
+    # Operands of products; a single token cannot be read where rows are turned.
+    by_features: tl.constexpr = turned_rows(BLOCK_D)
+    by_values: tl.constexpr = turned_rows(BLOCK_M)
+    q_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_D], by_features)
+    k_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_D], by_features)
+    dW_tile = gl.allocate_shared_memory(ACC, [BLOCK_M, BLOCK_D], by_features)
+    dy_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_M], by_values)
+    u_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_M], by_values)
+    drest_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_M], by_values)
+    dscores_tile = gl.allocate_shared_memory(ACC, [C, C], turned_rows(C))
+    dkeys_tile = gl.allocate_shared_memory(ACC, [C, C], turned_rows(C))
 
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
@@ -386,6 +398,9 @@ def walk_tokens_backward(
             k_ = k_tiles.index(ahead)
             dy_ = dy_tiles.index(ahead)
             dW_tile.store(dW_t)
+            q_tile.store(q_.load(tile_layout(BLOCK_D)))
+            k_tile.store(k_.load(tile_layout(BLOCK_D)))
+            dy_tile.store(dy_.load(rows))
             k_1 = every_other(k_, 0)
             between, with_itself = two_sums(k_1 * every_other(k_, 1), k_1 * every_other(q_, 0))
             keys._reinterpret(ACC, [C // 2, 1], in_rows).store(between)
@@ -433,19 +448,19 @@ def walk_tokens_backward(
 
             u_left = u_tile.load(left_of)
             nothing = gl.zeros([C, C], ACC, summed)
-            dscores = product(u_left, dy_.permute([1, 0]).load(right_of), nothing, PRECISION)
+            dscores = product(u_left, dy_tile.permute([1, 0]).load(right_of), nothing, PRECISION)
             dscores_tile.store(gl.where(s <= t, dscores, 0.0))
             if ERASE:
                 dkeys = product(u_left, drest_tile.permute([1, 0]).load(right_of), nothing, PRECISION)
                 # Strictly below the diagonal of A, and it and its transpose are multiplied by the same.
                 dkeys_tile.store(gl.where(s < t, dkeys, 0.0))
-            k_right = k_.load(right_of)
+            k_right = k_tile.load(right_of)
             W_right = W_tiles.index(ahead).load(right_of)
             dq_ = gl.zeros([C, BLOCK_D], ACC, summed)
             dk_ = product(u_left, dW_tile.load(right_of), dq_, PRECISION)
-            dq_ = product(dy_.load(left_of), W_right, dq_, PRECISION)
+            dq_ = product(dy_tile.load(left_of), W_right, dq_, PRECISION)
             dq_ = product(dscores_tile.permute([1, 0]).load(left_of), k_right, dq_, PRECISION)
-            dk_ = product(dscores_tile.load(left_of), q_.load(right_of), dk_, PRECISION)
+            dk_ = product(dscores_tile.load(left_of), q_tile.load(right_of), dk_, PRECISION)
             if ERASE:
                 dk_ = product(drest_tile.load(left_of) * -1.0, W_right, dk_, PRECISION)
                 both = dkeys_tile.load(left_of) + dkeys_tile.permute([1, 0]).load(left_of)
