@@ -169,7 +169,7 @@ class Plan:
     def _forward_walk(self, read: bool) -> Start:
         stages = self.config.forward_stages
         more = {"BLOCK_M": self.block, "PREPARED": self.prepared, "READ": read}
-        more |= {"STAGES": stages}
+        more |= {"STAGES": stages, "WARPS": self.config.forward_warps}
         kernel = walk_tokens_forward if self.config.lanes else walk_forward
         pace = paced(self.config.forward_warps, stages)
         return self._start(kernel, self._programs(self.block), self.strides, more, pace, read)
@@ -218,7 +218,7 @@ class Plan:
         block = power_of_two(self.M) if fused else self.block
         more = {"BLOCK_M": block, "FUSED": fused, "ONLY": only_state, "RIGHT": self.separate}
         more |= {"UNIT": unit, "TWICE": _twice(config, unit)}
-        more |= {"STAGES": config.backward_stages}
+        more |= {"STAGES": config.backward_stages, "WARPS": config.backward_warps}
         pace = paced(config.backward_warps, config.backward_stages)
         key = (dy.dtype, unit, strides, only_state)
         kernel = walk_tokens_backward if config.lanes else walk_backward

@@ -19,16 +19,17 @@ from fastweights.ops.backends.triton.pieces import leading_digits, sequence
 
 
 @constexpr_function
-def state_layout(BLOCK_M, BLOCK_D, LANES):
-    """A state (M, D): every `LANES` lanes hold some of its rows, each a stretch of them."""
-    return gl.BlockedLayout([BLOCK_M * LANES // 32, BLOCK_D // LANES], [32 // LANES, LANES], [1, 1], [1, 0])
+def state_layout(BLOCK_M, BLOCK_D, LANES, WARPS):
+    """A state (M, D): warps split its rows, every `LANES` lanes hold some of them, each a stretch."""
+    rows = 32 // LANES
+    return gl.BlockedLayout([BLOCK_M // (rows * WARPS), BLOCK_D // LANES], [rows, LANES], [WARPS, 1], [1, 0])
 
 
 @constexpr_function
-def tile_layout(WIDTH):
+def tile_layout(WIDTH, WARPS):
     """Rows of a tile, four entries a lane."""
     entries = min(4, WIDTH)
-    return gl.BlockedLayout([1, entries], [32 * entries // WIDTH, WIDTH // entries], [1, 1], [1, 0])
+    return gl.BlockedLayout([1, entries], [32 * entries // WIDTH, WIDTH // entries], [WARPS, 1], [1, 0])
 
 
 @constexpr_function
@@ -38,17 +39,17 @@ def turned_rows(WIDTH):
 
 
 @constexpr_function
-def sum_layout(ROWS, WIDTH):
+def sum_layout(ROWS, WIDTH, WARPS):
     """Rows of a tile that are summed up, some lanes a row."""
-    return gl.BlockedLayout([1, WIDTH * ROWS // 32], [ROWS, 32 // ROWS], [1, 1], [1, 0])
+    return gl.BlockedLayout([1, WIDTH * ROWS // 32], [ROWS, 32 // ROWS], [WARPS, 1], [1, 0])
 
 
 @jit
-def copy_ahead(tiles, stage, x, start, length, stride, WIDTH: tl.constexpr):
+def copy_ahead(tiles, stage, x, start, length, stride, WIDTH: tl.constexpr, WARPS: tl.constexpr):
     """Begin to copy rows of a (tokens, WIDTH) matrix; zeros before the first and past the last, and past WIDTH."""
     C: tl.constexpr = tiles.shape[1]
     BLOCK: tl.constexpr = tiles.shape[2]
-    layout: tl.constexpr = tile_layout(BLOCK)
+    layout: tl.constexpr = tile_layout(BLOCK, WARPS)
     rows = start + gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
     columns = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
     there = (rows >= 0) & (rows < length) & (columns < WIDTH)
@@ -75,35 +76,35 @@ def column(tile, t: tl.constexpr, layout: tl.constexpr):
 
 
 @jit
-def every_other(tile, which: tl.constexpr):
+def every_other(tile, which: tl.constexpr, WARPS: tl.constexpr):
     """The first, or the second, of every two tokens of a tile."""
     WIDTH: tl.constexpr = tile.shape[1]
     PAIRS: tl.constexpr = tile.shape[0] // 2
-    layout: tl.constexpr = sum_layout(PAIRS, WIDTH)
+    layout: tl.constexpr = sum_layout(PAIRS, WIDTH, WARPS)
     return tile.reshape([PAIRS, 2 * WIDTH]).slice(which * WIDTH, WIDTH, 1).load(layout)
 
 
 @jit
-def side_by_side(one, two, LANES: tl.constexpr):
+def side_by_side(one, two, LANES: tl.constexpr, WARPS: tl.constexpr):
     """Two columns (M, 1) that every lane of a row has, as (M, 2): half of the lanes for each."""
     M: tl.constexpr = one.shape[0]
-    layout: tl.constexpr = state_layout(M, LANES, LANES)
+    layout: tl.constexpr = state_layout(M, LANES, LANES, WARPS)
     two = gl.convert_layout(two, layout)
     return gl.where(gl.arange(0, 2, gl.SliceLayout(0, layout))[None, :] == 0, gl.convert_layout(one, layout), two)
 
 
 @jit
-def product(x, y, total, PRECISION: tl.constexpr):
-    """total + x @ y, as `pieces.dot` forms it."""
+def product(x, y, total, small, PRECISION: tl.constexpr):
+    """total + x @ y, as `pieces.dot` forms it; what the leading digits leave is added to `small`, beside the rest."""
     if PRECISION == "tf32x3":
         rough_x = leading_digits(x)
         rough_y = leading_digits(y)
-        total = mma_v2(x - rough_x, rough_y, total, "tf32")
-        total = mma_v2(rough_x, y - rough_y, total, "tf32")
         total = mma_v2(rough_x, rough_y, total, "tf32")
+        small = mma_v2(x - rough_x, rough_y, small, "tf32")
+        small = mma_v2(rough_x, y - rough_y, small, "tf32")
     else:
         total = mma_v2(x, y, total, PRECISION)
-    return total
+    return total, small
 
 
 @jit(do_not_specialize=["T", "keep", "given"])
@@ -145,6 +146,7 @@ def walk_tokens_forward(
     PACKED: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
+    WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     q_token *= UNIT
@@ -158,7 +160,7 @@ def walk_tokens_forward(
     n = program // H
     first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
 
-    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES)
+    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES, WARPS)
     in_rows: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ACC: tl.constexpr = W_end.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
@@ -186,13 +188,13 @@ def walk_tokens_forward(
     for start in range(-(STAGES - 1) * TILE, length, TILE):
         # As many tiles ahead as there are stages, less the one that is read below.
         coming = start + (STAGES - 1) * TILE
-        copy_ahead(q_tiles, ahead, q, coming, length, q_token, D)
-        copy_ahead(k_tiles, ahead, k, coming, length, k_token, D)
-        copy_ahead(v_tiles, ahead, v, coming, length, v_token, M)
+        copy_ahead(q_tiles, ahead, q, coming, length, q_token, D, WARPS)
+        copy_ahead(k_tiles, ahead, k, coming, length, k_token, D, WARPS)
+        copy_ahead(v_tiles, ahead, v, coming, length, v_token, M, WARPS)
         if ERASE:
-            copy_ahead(e_tiles, ahead, e + gate, coming, length, gate_token, 1)
+            copy_ahead(e_tiles, ahead, e + gate, coming, length, gate_token, 1, WARPS)
         if WRITE:
-            copy_ahead(w_tiles, ahead, w + gate, coming, length, gate_token, 1)
+            copy_ahead(w_tiles, ahead, w + gate, coming, length, gate_token, 1, WARPS)
         async_copy.commit_group()
         ahead = tl.where(ahead == STAGES - 1, 0, ahead + 1)
         if start >= 0:
@@ -225,7 +227,20 @@ def walk_tokens_forward(
 
 
 @jit
-def two_back(dW_t, q, k, dy, e, keys, own, t: tl.constexpr, layout: tl.constexpr, ERASE: tl.constexpr, LANES: tl.constexpr):
+def two_back(
+    dW_t,
+    q,
+    k,
+    dy,
+    e,
+    keys,
+    own,
+    t: tl.constexpr,
+    layout: tl.constexpr,
+    ERASE: tl.constexpr,
+    LANES: tl.constexpr,
+    WARPS: tl.constexpr,
+):
     """The gradient of the state before tokens t and t + 1, and their dR as (M, 2)."""
     # Both sums before the second token takes anything away, or the first adds: they know those parts.
     k_1 = row(k, t, layout)
@@ -240,16 +255,18 @@ def two_back(dW_t, q, k, dy, e, keys, own, t: tl.constexpr, layout: tl.constexpr
         du_1 -= row(keys, t // 2, layout) * drest_2
         dW_t -= k_2 * drest_2
         dW_t -= k_1 * (du_1 * row(e, t, layout))
-    return dW_t, side_by_side(du_1, du_2, LANES)
+    return dW_t, side_by_side(du_1, du_2, LANES, WARPS)
 
 
 @jit
-def eight_back(dW_t, q, k, dy, e, keys, own, layout: tl.constexpr, ERASE: tl.constexpr, LANES: tl.constexpr):
+def eight_back(
+    dW_t, q, k, dy, e, keys, own, layout: tl.constexpr, ERASE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr
+):
     """The gradient of the state before eight tokens, and their dR as (M, 8)."""
-    dW_t, last = two_back(dW_t, q, k, dy, e, keys, own, 6, layout, ERASE, LANES)
-    dW_t, third = two_back(dW_t, q, k, dy, e, keys, own, 4, layout, ERASE, LANES)
-    dW_t, second = two_back(dW_t, q, k, dy, e, keys, own, 2, layout, ERASE, LANES)
-    dW_t, first = two_back(dW_t, q, k, dy, e, keys, own, 0, layout, ERASE, LANES)
+    dW_t, last = two_back(dW_t, q, k, dy, e, keys, own, 6, layout, ERASE, LANES, WARPS)
+    dW_t, third = two_back(dW_t, q, k, dy, e, keys, own, 4, layout, ERASE, LANES, WARPS)
+    dW_t, second = two_back(dW_t, q, k, dy, e, keys, own, 2, layout, ERASE, LANES, WARPS)
+    dW_t, first = two_back(dW_t, q, k, dy, e, keys, own, 0, layout, ERASE, LANES, WARPS)
     halves = gl.join(gl.join(first, second), gl.join(third, last))
     return dW_t, gl.reshape(gl.permute(halves, (0, 3, 2, 1)), [dy.shape[1], 8])
 
@@ -302,6 +319,7 @@ def walk_tokens_backward(
     TIED: tl.constexpr,
     PACKED: tl.constexpr,
     LANES: tl.constexpr,
+    WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -318,7 +336,7 @@ def walk_tokens_backward(
     n = program // H
     first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
 
-    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES)
+    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES, WARPS)
     in_rows: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ACC: tl.constexpr = dW.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_D], in_rows)
@@ -361,10 +379,10 @@ def walk_tokens_backward(
     dW_t = gl.load(dW_end + state, in_state & (final != 0), 0.0)
 
     # Sums of products, operands of products, and rows as values are stored.
-    summed: tl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    summed: tl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     left_of: tl.constexpr = gl.DotOperandLayout(0, summed, 1)
     right_of: tl.constexpr = gl.DotOperandLayout(1, summed, 1)
-    rows: tl.constexpr = tile_layout(BLOCK_M)
+    rows: tl.constexpr = tile_layout(BLOCK_M, WARPS)
     s = gl.arange(0, C, gl.SliceLayout(1, summed))[:, None]
     t = gl.arange(0, C, gl.SliceLayout(0, summed))[None, :]
     feature = gl.arange(0, BLOCK_D, gl.SliceLayout(0, summed))[None, :]
@@ -375,18 +393,18 @@ def walk_tokens_backward(
     ahead = 0
     for i in range(-(STAGES - 1), last + 1):
         coming = (last - i - (STAGES - 1)) * C
-        copy_ahead(q_tiles, ahead, q, coming, length, q_token, D)
-        copy_ahead(k_tiles, ahead, k, coming, length, k_token, D)
-        copy_ahead(dy_tiles, ahead, dy, coming, length, dy_token, M)
+        copy_ahead(q_tiles, ahead, q, coming, length, q_token, D, WARPS)
+        copy_ahead(k_tiles, ahead, k, coming, length, k_token, D, WARPS)
+        copy_ahead(dy_tiles, ahead, dy, coming, length, dy_token, M, WARPS)
         before = states + tl.maximum(coming, 0) // C * H * D * M
-        copy_ahead(W_tiles, ahead, before, 0, tl.where(coming >= 0, M, 0), D, D)
+        copy_ahead(W_tiles, ahead, before, 0, tl.where(coming >= 0, M, 0), D, D, WARPS)
         if ERASE:
-            copy_ahead(error_tiles, ahead, errors + (first * H + head) * M, coming, length, H * M, M)
-            copy_ahead(e_tiles, ahead, e + gate, coming, length, gate_token, 1)
+            copy_ahead(error_tiles, ahead, errors + (first * H + head) * M, coming, length, H * M, M, WARPS)
+            copy_ahead(e_tiles, ahead, e + gate, coming, length, gate_token, 1, WARPS)
         if not TIED:
-            copy_ahead(v_tiles, ahead, v, coming, length, v_token, M)
+            copy_ahead(v_tiles, ahead, v, coming, length, v_token, M, WARPS)
         if WRITE:
-            copy_ahead(w_tiles, ahead, w + gate, coming, length, gate_token, 1)
+            copy_ahead(w_tiles, ahead, w + gate, coming, length, gate_token, 1, WARPS)
         async_copy.commit_group()
         ahead = tl.where(ahead == STAGES - 1, 0, ahead + 1)
         if i >= 0:
@@ -398,11 +416,11 @@ def walk_tokens_backward(
             k_ = k_tiles.index(ahead)
             dy_ = dy_tiles.index(ahead)
             dW_tile.store(dW_t)
-            q_tile.store(q_.load(tile_layout(BLOCK_D)))
-            k_tile.store(k_.load(tile_layout(BLOCK_D)))
+            q_tile.store(q_.load(tile_layout(BLOCK_D, WARPS)))
+            k_tile.store(k_.load(tile_layout(BLOCK_D, WARPS)))
             dy_tile.store(dy_.load(rows))
-            k_1 = every_other(k_, 0)
-            between, with_itself = two_sums(k_1 * every_other(k_, 1), k_1 * every_other(q_, 0))
+            k_1 = every_other(k_, 0, WARPS)
+            between, with_itself = two_sums(k_1 * every_other(k_, 1, WARPS), k_1 * every_other(q_, 0, WARPS))
             keys._reinterpret(ACC, [C // 2, 1], in_rows).store(between)
             own._reinterpret(ACC, [C // 2, 1], in_rows).store(with_itself)
             e_ = e_tiles.index(ahead) if ERASE else keys
@@ -421,6 +439,7 @@ def walk_tokens_backward(
                     layout,
                     ERASE,
                     LANES,
+                    WARPS,
                 )
                 du_tiles.index(part).permute([1, 0]).store(found)
 
@@ -446,25 +465,30 @@ def walk_tokens_backward(
             in_place = dv + out * M + token[:, None] * H * M + value
             gl.store(in_place, drest if TIED else write, (token[:, None] < left) & (value < M))
 
+            # Products that wait for none of each other are summed apart.
             u_left = u_tile.load(left_of)
-            nothing = gl.zeros([C, C], ACC, summed)
-            dscores = product(u_left, dy_tile.permute([1, 0]).load(right_of), nothing, PRECISION)
-            dscores_tile.store(gl.where(s <= t, dscores, 0.0))
+            few = gl.zeros([C, C], ACC, summed)
+            dscores, rest = product(u_left, dy_tile.permute([1, 0]).load(right_of), few, few, PRECISION)
+            dscores_tile.store(gl.where(s <= t, dscores + rest, 0.0))
             if ERASE:
-                dkeys = product(u_left, drest_tile.permute([1, 0]).load(right_of), nothing, PRECISION)
-                # Strictly below the diagonal of A, and it and its transpose are multiplied by the same.
-                dkeys_tile.store(gl.where(s < t, dkeys, 0.0))
-            k_right = k_tile.load(right_of)
+                dkeys, rest = product(u_left, drest_tile.permute([1, 0]).load(right_of), few, few, PRECISION)
+                # Strictly below the diagonal of A.
+                dkeys_tile.store(gl.where(s < t, dkeys + rest, 0.0))
+            many = gl.zeros([C, BLOCK_D], ACC, summed)
             W_right = W_tiles.index(ahead).load(right_of)
-            dq_ = gl.zeros([C, BLOCK_D], ACC, summed)
-            dk_ = product(u_left, dW_tile.load(right_of), dq_, PRECISION)
-            dq_ = product(dy_tile.load(left_of), W_right, dq_, PRECISION)
-            dq_ = product(dscores_tile.permute([1, 0]).load(left_of), k_right, dq_, PRECISION)
-            dk_ = product(dscores_tile.load(left_of), q_tile.load(right_of), dk_, PRECISION)
+            dq_, dq_rest = product(dy_tile.load(left_of), W_right, many, many, PRECISION)
+            dk_, dk_rest = product(u_left, dW_tile.load(right_of), many, many, PRECISION)
             if ERASE:
-                dk_ = product(drest_tile.load(left_of) * -1.0, W_right, dk_, PRECISION)
+                dk_, dk_rest = product(drest_tile.load(left_of) * -1.0, W_right, dk_, dk_rest, PRECISION)
+            k_right = k_tile.load(right_of)
+            inside, dq_rest = product(dscores_tile.permute([1, 0]).load(left_of), k_right, many, dq_rest, PRECISION)
+            dq_ += inside + dq_rest
+            inside, dk_rest = product(dscores_tile.load(left_of), q_tile.load(right_of), many, dk_rest, PRECISION)
+            if ERASE:
+                # It and its transpose are multiplied by the same.
                 both = dkeys_tile.load(left_of) + dkeys_tile.permute([1, 0]).load(left_of)
-                dk_ = product(both * -1.0, k_right, dk_, PRECISION)
+                inside, dk_rest = product(both * -1.0, k_right, inside, dk_rest, PRECISION)
+            dk_ += inside + dk_rest
             at = out * D + s * H * D + feature
             there = (s < left) & (feature < D)
             gl.store(dq + at, dq_, there)
