@@ -122,17 +122,16 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
 }
 
 
-def _by_token(lanes: int, forward_stages: int, backward_stages: int) -> Config:
-    walks = (1, forward_stages, 1, backward_stages)
-    return Config(16, 32, TF32X3, TF32X3, 1, 0, *walks, 1, 1, 16, lanes=lanes)
+def _by_token(stages: int, backward_warps: int) -> Config:
+    return Config(16, 32, TF32X3, TF32X3, 1, 0, 1, stages, backward_warps, stages, 1, 1, 16, lanes=2)
 
 
 # Rows for rules without decay and sequences shorter than `LONG`: sums over more tokens one by one would lose digits.
 TOKEN_ROWS: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.float32: {
-        (16, 16): _by_token(2, 3, 3),
-        (32, 16): _by_token(2, 3, 3),
-        (32, 32): _by_token(2, 3, 3),
+        (16, 16): _by_token(3, 1),
+        (32, 16): _by_token(2, 1),
+        (32, 32): _by_token(3, 2),
     },
 }
 

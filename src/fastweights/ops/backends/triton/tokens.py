@@ -416,9 +416,6 @@ def walk_tokens_backward(
             k_ = k_tiles.index(ahead)
             dy_ = dy_tiles.index(ahead)
             dW_tile.store(dW_t)
-            q_tile.store(q_.load(tile_layout(BLOCK_D, WARPS)))
-            k_tile.store(k_.load(tile_layout(BLOCK_D, WARPS)))
-            dy_tile.store(dy_.load(rows))
             k_1 = every_other(k_, 0, WARPS)
             between, with_itself = two_sums(k_1 * every_other(k_, 1, WARPS), k_1 * every_other(q_, 0, WARPS))
             keys._reinterpret(ACC, [C // 2, 1], in_rows).store(between)
@@ -443,17 +440,21 @@ def walk_tokens_backward(
                 )
                 du_tiles.index(part).permute([1, 0]).store(found)
 
+            # All loads, then all stores: between them each would be waited for on its own.
+            q_rows = q_.load(tile_layout(BLOCK_D, WARPS))
+            k_rows = k_.load(tile_layout(BLOCK_D, WARPS))
+            dy_rows = dy_.load(rows)
             du = du_tiles._reinterpret(ACC, [C, BLOCK_M], in_rows).load(rows)
             u = du
             drest = du
-            write = du
+            dv_ = du
             if not TIED:
                 u = v_tiles.index(ahead).load(rows)
             if WRITE:
                 w_ = w_tiles.index(ahead).load(rows)
                 gl.store(dw + out + token * H, gl.sum(du * u, 1), token < left)
                 u *= w_
-                write = du * w_
+                dv_ = du * w_
             if ERASE:
                 e_rows = e_.load(rows)
                 error = error_tiles.index(ahead).load(rows)
@@ -462,8 +463,11 @@ def walk_tokens_backward(
                 u = error * e_rows if TIED else u + error * e_rows
                 drest_tile.store(drest)
             u_tile.store(u)
+            q_tile.store(q_rows)
+            k_tile.store(k_rows)
+            dy_tile.store(dy_rows)
             in_place = dv + out * M + token[:, None] * H * M + value
-            gl.store(in_place, drest if TIED else write, (token[:, None] < left) & (value < M))
+            gl.store(in_place, drest if TIED else dv_, (token[:, None] < left) & (value < M))
 
             # Products that wait for none of each other are summed apart.
             u_left = u_tile.load(left_of)
@@ -476,19 +480,20 @@ def walk_tokens_backward(
                 dkeys_tile.store(gl.where(s < t, dkeys + rest, 0.0))
             many = gl.zeros([C, BLOCK_D], ACC, summed)
             W_right = W_tiles.index(ahead).load(right_of)
+            k_right = k_tile.load(right_of)
             dq_, dq_rest = product(dy_tile.load(left_of), W_right, many, many, PRECISION)
             dk_, dk_rest = product(u_left, dW_tile.load(right_of), many, many, PRECISION)
             if ERASE:
-                dk_, dk_rest = product(drest_tile.load(left_of) * -1.0, W_right, dk_, dk_rest, PRECISION)
-            k_right = k_tile.load(right_of)
-            inside, dq_rest = product(dscores_tile.permute([1, 0]).load(left_of), k_right, many, dq_rest, PRECISION)
-            dq_ += inside + dq_rest
-            inside, dk_rest = product(dscores_tile.load(left_of), q_tile.load(right_of), many, dk_rest, PRECISION)
+                less, less_rest = product(drest_tile.load(left_of), W_right, many, many, PRECISION)
+            dq_, dq_rest = product(dscores_tile.permute([1, 0]).load(left_of), k_right, dq_, dq_rest, PRECISION)
+            dk_, dk_rest = product(dscores_tile.load(left_of), q_tile.load(right_of), dk_, dk_rest, PRECISION)
+            dq_ += dq_rest
+            dk_ += dk_rest
             if ERASE:
                 # It and its transpose are multiplied by the same.
                 both = dkeys_tile.load(left_of) + dkeys_tile.permute([1, 0]).load(left_of)
-                inside, dk_rest = product(both * -1.0, k_right, inside, dk_rest, PRECISION)
-            dk_ += inside + dk_rest
+                less, less_rest = product(both, k_right, less, less_rest, PRECISION)
+                dk_ -= less + less_rest
             at = out * D + s * H * D + feature
             there = (s < left) & (feature < D)
             gl.store(dq + at, dq_, there)
