@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from fastweights.ops.backends.triton.configs import configuration
 from fastweights.ops.chunked import chunk_length
 from tests.ops.calls import random_call
 
@@ -42,3 +46,59 @@ def test_reference_saves_a_state_per_step():
 def test_nothing_is_kept_without_gradients():
     call = random_call("delta", None, 1, 256, 1, 8, 8)
     assert not call.run("chunked")[0].requires_grad
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that were held at a time by tensors made inside, also where they have no memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.held, self.bytes = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+        made = function(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(made) if isinstance(x, torch.Tensor)):
+            if storage._cdata not in given:
+                self.held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.held = {name: found for name, found in self.held.items() if not found[0].expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self.held.values()))
+        return made
+
+
+class NoKernel:
+    """Stands where a kernel stands, and holds nothing that it is called with."""
+
+    def __init__(self, kernel):
+        self.arg_names = kernel.arg_names
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: None
+
+
+def test_kernels_over_groups_hold_nothing_that_is_not_needed(monkeypatch):
+    """A slot for each chunk, and no gradient of the states between groups when those of queries and keys are made."""
+    pytest.importorskip("triton")
+    from fastweights.ops.backends.triton import launch, walks
+
+    monkeypatch.setattr(launch, "_plans", {})
+    for name in ("invert_chunks", "walk_forward", "walk_backward", "chunk_gradients"):
+        monkeypatch.setattr(launch, name, NoKernel(getattr(launch, name)))
+    monkeypatch.setattr(walks, "scan_groups", NoKernel(walks.scan_groups))
+    B, T, H, D = 1, 32768, 16, 128
+    config, dtype, wide = configuration(D, D, torch.bfloat16, B * H, T), torch.bfloat16, torch.float32
+    assert (config.groups, config.chunk, config.fused) == (16, 32, 0)
+    q, k, v = (torch.empty(B, T, H, D, dtype=dtype, device="meta") for _ in range(3))
+    gates = (None, torch.empty(B, T, H, device="meta"), None)
+    with Peak() as peak:
+        y, _last, *kept = walks.forward(q, k, v, gates, None, None, dtype, wide, True, True, config)
+        walks.backward(y, None, q, k, v, gates, *kept, None, wide, True, False, config)
+    mib = {
+        "states before chunks, gradients of those after": 2 * 512,
+        "inverses": 32,
+        "y, errors": 2 * 128,
+        "dq, dk, dv, the right side's gradient": 4 * 128,
+        "the gate's gradient": 2,
+        "what groups make of a state, the last state": 16 + 1,
+    }
+    assert sum(mib.values()) <= peak.bytes / 2**20 < sum(mib.values()) + 0.01

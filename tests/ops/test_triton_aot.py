@@ -1,6 +1,8 @@
 """Every shipped launch configuration compiles for sm_80 and sm_90, without a GPU, and fits in shared memory."""
 
 import os
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,6 +83,9 @@ class Recorder:
 
         return note
 
+    def warmup(self, *arguments: Any, grid: tuple[int], **options: Any) -> None:
+        self.calls.append((self.kernel, arguments, options))
+
 
 def launches(
     monkeypatch: Any,
@@ -116,6 +121,47 @@ def launches(
     dW = W_end if gated else None
     walks.backward(y, dW, q, k, v, gates, *kept, bounds, wide, tied, True, config, features)
     return calls
+
+
+def specialised(call: Any) -> tuple[Any, ...]:
+    """What decides which kernel is compiled for a launch."""
+    kernel, arguments, options = call
+    kinds = [
+        "number" if parameter.do_not_specialize else value.dtype if isinstance(value, torch.Tensor) else value
+        for parameter, value in zip(kernel.params, arguments, strict=True)
+    ]
+    return kernel, kinds, options
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["delta", "gated-packed"])
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED)
+def test_what_is_compiled_ahead_is_what_runs(monkeypatch, dtype, D, M, config, gated):
+    calls = launches(monkeypatch, dtype, D, M, config, gated)
+    run = [specialised(call) for call in calls]
+    walk, *_ = launch._plans.values()
+    for back in (False, True):
+        calls.clear()
+        walk._compile(back)
+        ahead = [specialised(call) for call in calls]
+        assert ahead and all(call in run for call in ahead)
+        assert any(kernel.__name__ == "walk_backward" for kernel, *_ in ahead) is back
+    # What links groups is compiled when it is needed.
+    assert (config.groups and not gated) or len(ahead) == len(run)
+
+
+def test_compiled_ahead_once_and_not_in_a_graph(monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(launch, "side_by_side", asked.append)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    # Nothing is compiled for tensors that are not on a GPU.
+    for index, capturing, times in ((None, False, 0), (0, True, 0), (0, False, 1)):
+        launches(monkeypatch, torch.bfloat16, 64, 64, TABLE[torch.bfloat16][64, 64], gated=False)
+        (walk,) = launch._plans.values()
+        walk.index, walk.compiled_ahead = index, False
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", partial(bool, capturing))
+        for _ in range(2):
+            walk.compile_ahead(True)
+            assert len(asked) == times
 
 
 def build(call: Any, capability: int) -> Any:

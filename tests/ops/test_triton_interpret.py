@@ -207,14 +207,40 @@ def test_packed_sequences(kernels):
 
 
 @inside
-@pytest.mark.parametrize("kernels", [FUSED._replace(prepared=1), SPLIT], ids=["fused", "split"])
-@pytest.mark.parametrize(("rule", "T", "B"), [("gated_delta", 66, 2), ("sum", 64, 1)])
+@pytest.mark.parametrize(
+    "kernels", [FUSED._replace(prepared=1), SPLIT, SPLIT._replace(batch=3)], ids=["fused", "split", "batches"]
+)
+@pytest.mark.parametrize(
+    ("rule", "T", "B"), [("gated_delta", 66, 2), ("delta", 66, 1), ("delta", 64, 2), ("sum", 64, 1)]
+)
 def test_groups_of_chunks(monkeypatch, rule, T, B, kernels):
     """A long sequence cut into stretches that walk side by side; the last one shorter, and ending inside a chunk."""
     monkeypatch.setattr(configs, "LEAST_CHUNKS", 1)
     monkeypatch.setattr(configs, "LEAST_GROUPS", 2)
     assert group_length(T, None, kernels._replace(groups=2)) == {66: 48, 64: 32}[T]
     run_both(a_problem(rule, B=B, T=T, H=1, D=8, M=12), kernels._replace(groups=2))
+
+
+@inside
+@pytest.mark.parametrize(("T", "B"), [(66, 2), (66, 1), (64, 2), (64, 1)])
+def test_groups_keep_what_whole_sequences_keep(monkeypatch, T, B):
+    """The same states, inverses and errors, in the same slots: one for each chunk and no more."""
+    from fastweights.ops.backends.triton import walks
+
+    monkeypatch.setattr(configs, "LEAST_CHUNKS", 1)
+    monkeypatch.setattr(configs, "LEAST_GROUPS", 2)
+    problem = a_problem("gated_delta", B=B, T=T, H=2, D=8, M=12)
+    a, beta = problem.gates["decay"], problem.gates["beta"]
+    rest = (problem.W, None, torch.float64, torch.float64, True, True)
+    cut, whole = (
+        walks.forward(problem.q, problem.k, problem.v, (a, beta, None), *rest, SPLIT._replace(groups=groups))
+        for groups in (2, 0)
+    )
+    assert cut[5] is not None and whole[5] is None
+    assert len(cut[2]) == len(cut[3]) == B * -(-T // SPLIT.chunk)
+    for ours, want in zip(cut[:5], whole[:5], strict=True):
+        # Blocks of an inverse that nobody reads are not written.
+        torch.testing.assert_close(ours, want, rtol=1e-9, atol=1e-10, equal_nan=True)
 
 
 @inside

@@ -83,6 +83,7 @@ def walk_backward(
     WRITE: tl.constexpr,
     TIED: tl.constexpr,
     PACKED: tl.constexpr,
+    GROUPED: tl.constexpr,
     FUSED: tl.constexpr,
     ONLY: tl.constexpr,
     RIGHT: tl.constexpr,
@@ -114,7 +115,7 @@ def walk_backward(
     program = tl.program_id(0)
     head = (program // splits) % H
     n = program // (splits * H)
-    first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
+    first, length, slot = sequence(n, T, cu_seqlens, C, PACKED, GROUPED)
 
     rows = tl.arange(0, C)
     s = rows[:, None]

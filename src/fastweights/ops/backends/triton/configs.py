@@ -250,10 +250,7 @@ def kept_shapes(
     their lengths; the number of slots bounds it. What is not kept has no slots.
     """
     (B, T, H, D), C = shape, config.chunk
-    if groups := number_of_groups(T, cu_seqlens, config):
-        slots = B * T // C + B * groups
-    else:
-        slots = B * -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.numel() - 1
+    slots = B * -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.numel() - 1
     inverses = erase and not config.lanes and (keep or bool(config.prepared))
     errors = (B if erase and keep else 0, T, H, M)
     return (slots if keep else 0, H, M, D), (slots if inverses else 0, H, C, C), errors

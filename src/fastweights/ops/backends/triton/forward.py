@@ -64,6 +64,7 @@ def walk_forward(
     WRITE: tl.constexpr,
     TIED: tl.constexpr,
     PACKED: tl.constexpr,
+    GROUPED: tl.constexpr,
     PREPARED: tl.constexpr,
     READ: tl.constexpr,
     MAP: tl.constexpr,
@@ -89,7 +90,7 @@ def walk_forward(
     program = tl.program_id(0)
     head = (program // splits) % H
     n = program // (splits * H)
-    first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
+    first, length, slot = sequence(n, T, cu_seqlens, C, PACKED, GROUPED)
 
     rows = tl.arange(0, C)
     s = rows[:, None]

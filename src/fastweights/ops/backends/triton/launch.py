@@ -20,7 +20,7 @@ from fastweights.ops.backends.triton.configs import (
     power_of_two,
 )
 from fastweights.ops.backends.triton.forward import invert_chunks, walk_forward
-from fastweights.ops.backends.triton.start import MOST_SHAPES, Constants, Start, kind_of, paced
+from fastweights.ops.backends.triton.start import MOST_SHAPES, Constants, Start, kind_of, paced, side_by_side
 from fastweights.ops.backends.triton.strides import Gates, addressable, even, in_units, strides_of
 from fastweights.ops.backends.triton.tokens import walk_tokens_backward, walk_tokens_forward
 from fastweights.ops.features import Features
@@ -29,6 +29,11 @@ from fastweights.ops.features import Features
 MOST_GRADIENTS = 64
 
 _NO_ROOM = ((0,), (1,))
+
+# Of q, k, v, the gates and, if it is wanted, W.
+Gradients = tuple[Tensor, Tensor, Tensor, Gates, Tensor | None]
+# A launch, and its tensors before dq and dk and after.
+Left = tuple[Start, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]
 
 TYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -55,7 +60,9 @@ def _room(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 class Plan:
     """How to walk: what shapes, strides, dtypes and the configuration decide, once for all calls that share them.
 
-    Tensors are passed in the order q, k, v, a, e, w; strides that kernels cannot take are made contiguous first.
+    Tensors are passed in the order q, k, v, a, e, w; strides that kernels cannot take are made contiguous first. Where
+    sequences are `grouped`, cu_seqlens says where groups of whole chunks begin, with all sequences in a row. Only walks
+    look at that: kernels over chunks side by side find the same chunks without.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class Plan:
         tied: bool,
         config: Config,
         features: Features,
+        grouped: bool,
     ) -> None:
         inputs = self.ready(q, k, v, *gates)
         # Nobody writes or reads it: it stands for states that are not there.
@@ -86,7 +94,8 @@ class Plan:
         self.kept_dtype = operand_dtype(q.dtype, wide, config)
         shape = (B, T, self.H, self.D)
         erases = e is not None
-        kept = (kept_shapes(shape, self.M, erases, cu_seqlens, keep, config) for keep in (False, True))
+        packed = None if grouped else cu_seqlens
+        kept = (kept_shapes(shape, self.M, erases, packed, keep, config) for keep in (False, True))
         self.kept_rooms = tuple(tuple(_room(shape) for shape in shapes) for shapes in kept)
         self.slots = self.kept_rooms[1][0][0][0]
         self.prepared = bool(config.prepared) and e is not None
@@ -96,7 +105,8 @@ class Plan:
         self.raw_strides = strides_of(q, k, v)
         unit, strides = in_units(self.raw_strides)
         self.strides = (*strides, *self.gate_strides)
-        self.packed, precision = cu_seqlens is not None, PRECISIONS[config.precision]
+        self.grouped, self.bounds_dtype, self.sequences = grouped, _type_of(cu_seqlens), B if grouped else N
+        self.packed, precision = packed is not None, PRECISIONS[config.precision]
         self.constants = {
             "UNIT": unit,
             "H": self.H,
@@ -110,7 +120,8 @@ class Plan:
             "ERASE": e is not None,
             "WRITE": w is not None,
             "TIED": tied,
-            "PACKED": self.packed,
+            "PACKED": cu_seqlens is not None,
+            "GROUPED": grouped,
             "MAP": features.map,
             "SUM": bool(features.sum),
             "GATHER": bool(config.gather),
@@ -124,18 +135,19 @@ class Plan:
             "PRECISION": "ieee" if precision == "16-bit" else precision,
             "SOLVE": PRECISIONS[config.solve],
         }
-        kinds = (q.dtype, dtype, wide, *self.gate_dtypes, _type_of(cu_seqlens))
+        kinds = (q.dtype, dtype, wide, *self.gate_dtypes, self.bounds_dtype, grouped)
         self.depends_on = (q.device.index, *kinds, self.H, R, self.M, unit, self.strides, tied, config, features)
         self.block = power_of_two(self.M) if config.lanes else min(config.columns, power_of_two(self.M))
         self.invert = self._start(
             invert_chunks,
             self.kept_rooms[1][1][0][0] * self.H,
             (*self.strides[2:4], *self.gate_strides),
-            {"BLOCK_D": min(config.features, power_of_two(self.D))},
+            {"BLOCK_D": min(config.features, power_of_two(self.D)), "PACKED": self.packed},
             paced(config.invert_warps, 1),
         )
         self.walks = {read: self._forward_walk(read) for read in (True, False)}
         self.backs: dict[Any, tuple[Start, Start]] = {}
+        self.compiled_ahead = False
 
     @staticmethod
     def ready(
@@ -203,7 +215,7 @@ class Plan:
         if inverses is None:
             inverses = torch.empty_strided(*kept[1], dtype=self.kept_dtype, device=device)
             if self.prepared:
-                self.invert((k, a, e, cu_seqlens, inverses), self.N, self.T)
+                self.invert((k, a, e, cu_seqlens if self.packed else None, inverses), self.sequences, self.T)
         errors = torch.empty_strided(*kept[2], dtype=self.kept_dtype, device=device)
         tensors = (q, k, v, a, e, w, W, cu_seqlens, y, W_end, states, inverses, errors)
         self.walks[read](tensors, self.T, int(keep), given)
@@ -224,31 +236,47 @@ class Plan:
         kernel = walk_tokens_backward if config.lanes else walk_backward
         walk = self._start(kernel, self._programs(block), strides, more, pace, *key)
         blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M), "UNIT": unit}
-        blocks |= {"BATCH": config.batch, "TWICE": config.batch > 1 and _twice(config, unit)}
+        blocks |= {"BATCH": config.batch, "TWICE": config.batch > 1 and _twice(config, unit), "PACKED": self.packed}
         several = self.slots if self.packed else -(-self.T // config.chunk)
-        programs = -(-several // config.batch) * self.H * (1 if self.packed else self.N)
+        programs = -(-several // config.batch) * self.H * (1 if self.packed else self.sequences)
         pace = paced(config.chunk_warps, config.chunk_stages)
         return walk, self._start(chunk_gradients, programs, strides, blocks, pace, *key)
 
-    def compile(self, bounds: torch.dtype | None, groups: bool) -> list[Any]:
-        """All kernels that a forward and a backward pass with contiguous dy need, over groups if so; none is run."""
+    def compile_ahead(self, back: bool) -> None:
+        """Before the first call, compile all that it will run side by side, with `back` what a backward pass will, too.
+
+        What fails shall fail where it is run.
+        """
+        if self.compiled_ahead:
+            return
+        self.compiled_ahead = True
+        if self.index is not None and not self.walks[True].known and not torch.cuda.is_current_stream_capturing():
+            with torch.cuda.device(self.index):
+                side_by_side(lambda: self._compile(back))
+
+    def _compile(self, back: bool) -> list[Any]:
+        """All kernels that a forward pass needs, and with `back` a backward pass with contiguous dy; none is run."""
         q, kept, wide = self.q_dtype, self.kept_dtype, self.wide
         a, e, w = self.gate_dtypes
+        bounds, packed, groups = self.bounds_dtype, self.bounds_dtype if self.packed else None, self.grouped
         found = []
         if self.prepared:
-            found.append(self.invert.compile((q, a, e, bounds, kept), self.N, self.T))
+            found.append(self.invert.compile((q, a, e, packed, kept), self.sequences, self.T))
         for read in (True, False) if groups else (True,):
             kinds = (q, q, q, a, e, w, wide, bounds, self.dtype if read else q, wide, kept, kept, kept)
             found.append(self.walks[read].compile(kinds, self.T, 1, 1))
+        if not back:
+            return found
         dy = torch.empty(self.y_room[0], dtype=self.dtype, device="meta")
-        given = (q, q, q, a, e, w, bounds, kept)
-        rest = (kept, self.dtype)
+        given = (q, q, q, a, e, w)
         right = kept if self.separate else q
         for only_state in (True, False) if groups else (False,):
             walk, chunks = self._backward_starts(dy, only_state)
-            found.append(walk.compile((*given, kept, *rest, wide, q, q, q, a, e, w, wide, kept, right), self.T, 1, 1))
+            rest = (kept, kept, kept, self.dtype, wide, q, q, q, a, e, w, wide, kept, right)
+            found.append(walk.compile((*given, bounds, *rest), self.T, 1, 1))
         if not self.fused:
-            found.append(chunks.compile((*given, *rest, q, q, a, e, w, kept, right), self.N, self.T))
+            gradients = (q, q, a, e, w, kept, right)
+            found.append(chunks.compile((*given, packed, kept, kept, self.dtype, *gradients), self.sequences, self.T))
         return found
 
     def backward(
@@ -261,17 +289,34 @@ class Plan:
         errors: Tensor,
         cu_seqlens: Tensor | None,
         wants_state: bool,
-        only_state: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Gates, Tensor | None]:
-        """Gradients of q, k, v, the gates and, if it is wanted, W; `only_state` leaves the others undone."""
-        kept = (states, inverses, errors)
+    ) -> Gradients:
+        """Gradients of q, k, v, the gates and, if it is wanted, W."""
         if self.index is not None and self.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.index):
-                return self.backward(inputs, dy, dW_end, *kept, cu_seqlens, wants_state, only_state)
+                return self.backward(inputs, dy, dW_end, states, inverses, errors, cu_seqlens, wants_state)
+        return self.finish(*self.walk_back(inputs, dy, dW_end, states, inverses, errors, cu_seqlens, wants_state))
+
+    def walk_back(
+        self,
+        inputs: Sequence[Any],
+        dy: Tensor,
+        dW_end: Tensor | None,
+        states: Tensor,
+        inverses: Tensor,
+        errors: Tensor,
+        cu_seqlens: Tensor | None,
+        wants_state: bool,
+        only_state: bool = False,
+    ) -> tuple[Gradients, Left | None]:
+        """Start the walk back: the gradients, and what is left for `finish`, which does not take dW_end.
+
+        `only_state` leaves all gradients but that of W undone.
+        """
         key = (dy.stride(), dy.dtype, only_state)
         if key not in self.backs:
             if (aligned := addressable(dy)) is not dy:
-                return self.backward(inputs, aligned, dW_end, *kept, cu_seqlens, wants_state, only_state)
+                kept = (states, inverses, errors)
+                return self.walk_back(inputs, aligned, dW_end, *kept, cu_seqlens, wants_state, only_state)
             if len(self.backs) >= MOST_GRADIENTS:
                 self.backs.clear()
             self.backs[key] = self._backward_starts(dy, only_state)
@@ -282,15 +327,17 @@ class Plan:
         device = self.device
         room, gate_room = (_NO_ROOM, _NO_ROOM) if only_state else (self.y_room, self.gate_room)
         dv = torch.empty_strided(*room, dtype=self.q_dtype, device=device)
-        dq = dv if only_state else torch.empty_strided(*self.q_room, dtype=self.q_dtype, device=device)
-        dk = dv if only_state else torch.empty_strided(*self.q_room, dtype=self.q_dtype, device=device)
+        # A second launch writes dq and dk: they get memory when the first does not need its own any more.
+        split = not self.fused and not only_state
+        dq = dv if split or only_state else torch.empty_strided(*self.q_room, dtype=self.q_dtype, device=device)
+        dk = dv if split or only_state else torch.empty_strided(*self.q_room, dtype=self.q_dtype, device=device)
         da, de, dw = (
             None if kind is None else torch.empty_strided(*gate_room, dtype=kind, device=device)
             for kind in self.gate_dtypes
         )
         dW = torch.empty_strided(*self.W_room, dtype=self.wide, device=device) if wants_state else self.nothing
         final = self.nothing if dW_end is None else dW_end.contiguous()
-        dstates = states if self.fused or only_state else torch.empty_like(states)
+        dstates = torch.empty_like(states) if split else states
         # The second launch reads the right side's gradient as an operand. dv will do where it is that, unrounded.
         dright = torch.empty_strided(*room, dtype=self.kept_dtype, device=device) if self.separate else dv
         given = (q, k, v, a, e, w, cu_seqlens, states)
@@ -300,9 +347,21 @@ class Plan:
             int(dW_end is not None),
             int(wants_state),
         )
-        if not self.fused and not only_state:
-            chunks((*given, errors, dy, dq, dk, da, de, dw, dstates, dright), self.N, self.T)
-        return dq, dk, dv, (da, de, dw), dW if wants_state else None
+        gradients = (dq, dk, dv, (da, de, dw), dW if wants_state else None)
+        if not split:
+            return gradients, None
+        packed = cu_seqlens if self.packed else None
+        return gradients, (chunks, (q, k, v, a, e, w, packed, states, errors, dy), (da, de, dw, dstates, dright))
+
+    def finish(self, gradients: Gradients, left: Left | None) -> Gradients:
+        """The gradients when everything is started."""
+        if left is None:
+            return gradients
+        chunks, given, written = left
+        dq = torch.empty_strided(*self.q_room, dtype=self.q_dtype, device=self.device)
+        dk = torch.empty_strided(*self.q_room, dtype=self.q_dtype, device=self.device)
+        chunks((*given, dq, dk, *written), self.sequences, self.T)
+        return dq, dk, *gradients[2:]
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -320,14 +379,15 @@ def plan(
     tied: bool,
     config: Config,
     features: Features,
+    grouped: bool = False,
 ) -> Plan:
     """The plan for these shapes, strides and dtypes."""
     a, e, w = gates
     shapes = (q.shape, q.stride(), k.stride(), v.shape, v.stride(), kind_of(a), kind_of(e), kind_of(w))
-    key = (*shapes, N, kind_of(cu_seqlens), q.dtype, q.device, dtype, wide, tied, config, features)
+    key = (*shapes, N, kind_of(cu_seqlens), q.dtype, q.device, dtype, wide, tied, config, features, grouped)
     found = _plans.get(key)
     if found is None:
         if len(_plans) >= MOST_SHAPES:
             _plans.clear()
-        _plans[key] = found = Plan(q, k, v, gates, N, cu_seqlens, dtype, wide, tied, config, features)
+        _plans[key] = found = Plan(q, k, v, gates, N, cu_seqlens, dtype, wide, tied, config, features, grouped)
     return found

@@ -219,6 +219,7 @@ def recurrence(
     plan = None
     if group_length(q.shape[1], cu_seqlens, config) == 0:
         plan = _plan()(q, k, v, (a, e, w), N, cu_seqlens, *how)
+        plan.compile_ahead(keep)
     if keep:
         y, W = _apply(*inputs, cu_seqlens, (plan, how))
     elif plan is not None:

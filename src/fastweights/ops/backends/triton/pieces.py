@@ -45,13 +45,16 @@ def leading_digits(x):
 
 
 @triton.jit
-def sequence(n, T, cu_seqlens, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token, length and first chunk slot of sequence n."""
+def sequence(n, T, cu_seqlens, C: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr = False):
+    """First token, length and first chunk slot of sequence n; with `GROUPED`, of a group of a sequence of T tokens."""
     if PACKED:
         first = tl.load(cu_seqlens + n).to(tl.int64)
         length = (tl.load(cu_seqlens + n + 1).to(tl.int64) - first).to(tl.int32)
         # Rounding each start down and counting one slot more per sequence leaves room for every partial chunk.
         slot = first // C + n
+        if GROUPED:
+            # Groups begin where chunks do: theirs have the slots that they would have in sequences that are not cut.
+            slot = first // T * tl.cdiv(T, C) + first % T // C
     else:
         first = n.to(tl.int64) * T
         length = T

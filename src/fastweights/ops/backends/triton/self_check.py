@@ -179,13 +179,9 @@ def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
     with ThreadPoolExecutor(1) as pool:
         exact = pool.submit(_beside, stream, _exact, kind, (q, k, v, a, e, w, W), bounds, dy, dW)
         forward, backward = _kernels()
-        if device.type == "cuda":
-            from fastweights.ops.backends.triton.walks import compile_side_by_side
-
-            compile_side_by_side(q, k, v, (a, e, w), bounds, wide, kind.tied, *last)
+        y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, kind.dtype, wide, kind.tied, True, *last)
+        grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, wide, kind.tied, True, *last)
         want = exact.result()
-    y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, kind.dtype, wide, kind.tied, True, *last)
-    grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, wide, kind.tied, True, *last)
     ours = [y, W_end, *grads[:3], *(gate for gate in grads[3] if gate is not None), grads[4]]
     gates = [name for name, gate in (("decay", a), ("erase", e), ("write", w)) if gate is not None]
     names = ["y", "W", "dq", "dk", "dv", *(f"d{name}" for name in gates), "dW"]

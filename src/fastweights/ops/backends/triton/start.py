@@ -6,7 +6,8 @@ kernels run. What a compiled kernel depends on is known here, so it is looked up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -67,6 +68,11 @@ class Start:
         compiled[(self.grid, 1, 1)](*pointers, *integers, *self.strides, *values)
         self._find(compiled, values)
 
+    @property
+    def known(self) -> bool:
+        """Whether the kernel was compiled in this process, for this shape or another."""
+        return self.depends_on in _compiled
+
     def compile(self, kinds: Sequence[torch.dtype | None], *integers: int) -> Any:
         """The kernel for tensors of these dtypes, compiled and not run."""
         named = self.constants()
@@ -79,6 +85,27 @@ class Start:
 
         if not (getattr(knobs.runtime.launch_enter_hook, "calls", None) or self.device is None):
             self.found = (compiled.run, compiled.function, compiled.packed_metadata, (*self.strides, *values))
+
+
+def side_by_side(compile_all: Callable[[], Iterable[Any]]) -> None:
+    """Have the kernels that are asked for compiled all at once; what fails will fail again when it is run."""
+    try:
+        from triton.runtime import driver
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
+    except ImportError:
+        return
+    if active_mode.get() is not None:
+        return
+
+    def launcher(kernel: Any) -> None:
+        """Some versions compile one in C for each kernel, and keep it on disk for whoever asks next."""
+        kernel = kernel.future.result() if hasattr(kernel, "future") else kernel
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+    # The mode waits for its kernels at its end: what waits for them too has threads of its own.
+    with ThreadPoolExecutor(8) as pool, ThreadPoolExecutor(8) as waiting, AsyncCompileMode(pool, ignore_errors=True):
+        for kernel in compile_all():
+            waiting.submit(launcher, kernel)
 
 
 def paced(warps: int, stages: int) -> dict[str, int]:

@@ -34,7 +34,7 @@ def tile_layout(WIDTH, WARPS):
 
 @constexpr_function
 def turned_rows(WIDTH):
-    """Rows of a tile in shared memory, turned by four entries from row to row, so that columns are read at once, too."""
+    """Rows of a tile in shared memory, turned by four entries from row to row: columns are read at once, too."""
     return gl.SwizzledSharedLayout(4, max(32 // WIDTH, 1), min(WIDTH // 4, 8), [1, 0])
 
 

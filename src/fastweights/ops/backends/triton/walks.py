@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fastweights.ops.backends.triton.configs import Config, group_length, power_of_two
 from fastweights.ops.backends.triton.groups import scan_groups
-from fastweights.ops.backends.triton.launch import plan
+from fastweights.ops.backends.triton.launch import Gradients, Plan, plan
 from fastweights.ops.backends.triton.start import Constants, Start, paced
-from fastweights.ops.backends.triton.strides import Gates
+from fastweights.ops.backends.triton.strides import Gates, addressable
 from fastweights.ops.features import PLAIN, Features
 
 
@@ -35,29 +32,29 @@ def forward(
     length = group_length(q.shape[1], cu_seqlens, config)
     how = (dtype, wide, tied, config, features)
     if length == 0:
-        return *plan(q, k, v, gates, N, cu_seqlens, *how).forward((q, k, v, *gates), W, cu_seqlens, keep), None
+        walks = plan(q, k, v, gates, N, cu_seqlens, *how)
+        walks.compile_ahead(keep)
+        return *walks.forward((q, k, v, *gates), W, cu_seqlens, keep), None
     with torch.cuda.device_of(q):
-        (B, T, H, R), shape = q.shape, v.shape
+        B, T, H, R = q.shape
         D = features.size(R)
         assert config.prepared, "the first walk forms no inverses that others could use"
         bounds = _bounds(B, T, length, q.device)
-        q, k, v, gates = _in_a_row(q), _in_a_row(k), _in_a_row(v), _gates_in_a_row(gates)
+        inputs = q, k, v, a, e, w = Plan.ready(q, k, v, *gates)
         groups = bounds.numel() - 1
         # What each group makes of no state, and of every unit vector.
         nothing = v.new_zeros(D).expand(*q.shape[:3], D)
         unit = torch.eye(D, dtype=wide, device=q.device).expand(groups, H, D, D).contiguous()
-        walks = plan(q, k, v, gates, groups, bounds, *how)
-        inputs = (q, k, v, *gates)
+        walks = plan(q, k, v, (a, e, w), groups, bounds, *how, grouped=True)
+        walks.compile_ahead(keep)
         _, changes, _, inverses, _ = walks.forward(inputs, None, bounds, False, read=False)
-        square = plan(q, k, nothing, gates, groups, bounds, *how)
-        _, transitions, *_ = square.forward((q, k, nothing, *gates), unit, bounds, False, False, inverses)
+        square = plan(q, k, nothing, (a, e, w), groups, bounds, *how, grouped=True)
+        _, transitions, *_ = square.forward((q, k, nothing, a, e, w), unit, bounds, False, False, inverses)
         starts = _scan(B, transitions, changes, W, back=False)
-        # Here and in `backward` the last walk takes the most memory.
+        # The last walk takes the most memory.
         del changes, unit
-        y, W_end, *kept = walks.forward(inputs, starts, bounds, keep, inverses=inverses)
-        states, inverses, errors = kept
-        errors = errors.unflatten(1, (B, T)).flatten(0, 1)
-        return y.view(shape), _one_of_each(B, W_end, -1), states, inverses, errors, transitions
+        y, W_end, states, inverses, errors = walks.forward(inputs, starts, bounds, keep, inverses=inverses)
+        return y, _one_of_each(B, W_end, -1), states, inverses, errors, transitions
 
 
 def backward(
@@ -77,7 +74,7 @@ def backward(
     wants_state: bool,
     config: Config,
     features: Features = PLAIN,
-) -> tuple[Tensor, Tensor, Tensor, Gates, Tensor | None]:
+) -> Gradients:
     """Gradients of q, k, v, the gates and, if it is wanted, the initial W."""
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     length = group_length(q.shape[1], cu_seqlens, config)
@@ -88,56 +85,21 @@ def backward(
         return walks.backward((q, k, v, *gates), dy, dW_end, *kept, cu_seqlens, wants_state)
     assert transitions is not None
     with torch.cuda.device_of(q):
-        (B, T, _, _), sizes = q.shape, (q.shape, k.shape, v.shape)
+        B, T, *_ = q.shape
         bounds = _bounds(B, T, length, q.device)
-        q, k, v, gates = _in_a_row(q), _in_a_row(k), _in_a_row(v), _gates_in_a_row(gates)
-        dy, inputs = _in_a_row(dy), (q, k, v, *gates)
-        walks = plan(q, k, v, gates, bounds.numel() - 1, bounds, *how)
+        dy = addressable(dy)
+        inputs = q, k, v, a, e, w = Plan.ready(q, k, v, *gates)
+        walks = plan(q, k, v, (a, e, w), bounds.numel() - 1, bounds, *how, grouped=True)
         # What each group makes of no gradient, then the gradients between groups, then everything.
-        *_, changes = walks.backward(inputs, dy, None, *kept, bounds, True, only_state=True)
+        *_, changes = walks.walk_back(inputs, dy, None, *kept, bounds, True, only_state=True)[0]
         assert changes is not None
         ends = _scan(B, transitions, changes, dW_end, back=True)
         del changes
-        dq, dk, dv, grads, dW = walks.backward(inputs, dy, ends, *kept, bounds, wants_state)
-        dq, dk, dv = (x.view(size) for x, size in zip((dq, dk, dv), sizes, strict=True))
-        da, de, dw = (None if grad is None else grad.view(B, T, -1) for grad in grads)
-        return dq, dk, dv, (da, de, dw), None if dW is None else _one_of_each(B, dW, 0)
-
-
-def compile_side_by_side(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    cu_seqlens: Tensor | None,
-    wide: torch.dtype,
-    tied: bool,
-    config: Config,
-    features: Features,
-) -> None:
-    """Compile what `forward` and `backward` will run for these, all at once; what fails shall fail there."""
-    try:
-        from triton.runtime import driver
-        from triton.runtime._async_compile import AsyncCompileMode
-    except ImportError:
-        return
-    length = group_length(q.shape[1], cu_seqlens, config)
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    if length:
-        cu_seqlens = _bounds(q.shape[0], q.shape[1], length, q.device)
-        q, k, v, gates = _in_a_row(q), _in_a_row(k), _in_a_row(v), _gates_in_a_row(gates)
-        N = cu_seqlens.numel() - 1
-    walks = plan(q, k, v, gates, N, cu_seqlens, q.dtype, wide, tied, config, features)
-
-    def launcher(kernel: Any) -> None:
-        """Some versions compile one in C for each kernel, and keep it on disk for whoever asks next."""
-        compiled = kernel.future.result() if hasattr(kernel, "future") else kernel
-        driver.active.launcher_cls(compiled.src, compiled.metadata)
-
-    # The mode waits for its kernels at its end: what waits for them too has threads of its own.
-    with ThreadPoolExecutor(8) as pool, ThreadPoolExecutor(8) as waiting, AsyncCompileMode(pool, ignore_errors=True):
-        for kernel in walks.compile(None if cu_seqlens is None else cu_seqlens.dtype, bool(length)):
-            waiting.submit(launcher, kernel)
+        found, left = walks.walk_back(inputs, dy, ends, *kept, bounds, wants_state)
+        # What is left takes the most memory.
+        del ends
+        dq, dk, dv, grads, dW = walks.finish(found, left)
+        return dq, dk, dv, grads, None if dW is None else _one_of_each(B, dW, 0)
 
 
 def _bounds(B: int, T: int, length: int, device: torch.device) -> Tensor:
@@ -150,15 +112,6 @@ def _bounds(B: int, T: int, length: int, device: torch.device) -> Tensor:
 def _one_of_each(B: int, states: Tensor, group: int) -> Tensor:
     """The states of one group of each sequence."""
     return states.unflatten(0, (B, -1))[:, group].clone(memory_format=torch.contiguous_format)
-
-
-def _in_a_row(x: Tensor) -> Tensor:
-    return x.flatten(0, 1).unsqueeze(0)
-
-
-def _gates_in_a_row(gates: Gates) -> Gates:
-    a, e, w = (None if gate is None else _in_a_row(gate) for gate in gates)
-    return a, e, w
 
 
 def _scan(B: int, transitions: Tensor, changes: Tensor, initial: Tensor | None, back: bool) -> Tensor:
