@@ -18,8 +18,11 @@ from fastweights.ops.backends.triton.configs import (
     LONG,
     MAPPED_ROWS,
     TABLE,
+    TOKEN_ROWS,
     configuration,
     holds_features,
+    plain_rows,
+    power_of_two,
 )
 from fastweights.ops.backends.triton.kinds import Kind
 from fastweights.ops.features import PLAIN, Features
@@ -226,16 +229,16 @@ def test_it_checks_what_the_rule_runs(rule, normalization, most, dtype):
 
 
 def test_the_table_holds_no_row_that_is_known_to_be_miscompiled():
-    for rows in TABLE.values():
-        for config in rows.values():
-            most = max(config.forward_warps, config.backward_warps, config.chunk_warps, config.invert_warps)
-            assert config.chunk < 64 or most <= 4
+    for *_, config in plain_rows():
+        most = max(config.forward_warps, config.backward_warps, config.chunk_warps, config.invert_warps)
+        assert config.chunk < 64 or most <= 4
 
 
-def test_rows_for_mapped_keys_stand_where_others_stand():
+def test_rows_for_some_calls_stand_where_others_stand():
     """Rows are looked through in the order of the table, to which these are joined; a new size would come too late."""
-    for dtype, rows in MAPPED_ROWS.items():
-        assert rows.keys() <= TABLE[dtype].keys()
+    for table in (MAPPED_ROWS, TOKEN_ROWS):
+        for dtype, rows in table.items():
+            assert rows.keys() <= TABLE[dtype].keys()
 
 
 @pytest.mark.parametrize("features", [PLAIN, Features.named("elu", 0, sum=True, logits=True)], ids=["plain", "elu"])
@@ -251,6 +254,18 @@ def test_every_size_has_a_row_that_holds_it(dtype, features):
         assert not config.groups or config.prepared
         assert not features.map or config.features >= D
         assert config.batch == 1 or config.features >= D
+        # A warp of a walk token by token has whole values, and what there is of a state in registers.
+        assert not config.lanes or (T < LONG and config.fused and M <= 32 and D <= 32)
+        assert not config.lanes or power_of_two(M) >= 32 // config.lanes * config.backward_warps
+
+
+def test_neither_decay_nor_logits_nor_long_sequences_go_token_by_token():
+    def lanes(T: int, **options: object) -> int:
+        return configuration(16, 16, torch.float32, 999, T, **options).lanes
+
+    assert lanes(1) and lanes(LONG - 1) and not lanes(LONG)
+    assert not lanes(256, decay=True) and not lanes(256, features=Features(logits=1))
+    assert not configuration(16, 16, torch.bfloat16, 999, 256).lanes
 
 
 def test_neither_does_what_is_mapped_on_chip():
@@ -275,7 +290,7 @@ def test_few_walks_go_in_groups():
     assert len(set(kinds)) == len(kinds)
     plain = [kind for kind in kinds if isinstance(kind, Kind) and kind.features == PLAIN]
     assert {kind.config._replace(groups=0, prepared=0) for kind in plain} == {
-        config._replace(prepared=0) for dtype, rows in TABLE.items() if dtype.itemsize < 8 for config in rows.values()
+        config._replace(prepared=0) for dtype, _, _, config in plain_rows() if dtype.itemsize < 8
     }
 
 

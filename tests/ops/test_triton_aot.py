@@ -99,6 +99,8 @@ def launches(
 ) -> list[Any]:
     """What the launch code calls for the delta rule, or for packed sequences of the gated delta rule.
 
+    Walks token by token have no decay: packed sequences of the delta rule.
+
     With attention normalisation its gates are not `tied`: what is erased is divided.
     """
     calls: list[Any] = []
@@ -113,7 +115,7 @@ def launches(
     B, T, H = 1 if gated else 2, (4096 if config.groups else 256), 8
     q, k, v = tensor(B, T, H, D), tensor(B, T, H, D), tensor(B, T, H, M)
     a, e = (tensor(B, T, H, dtype=torch.float32) for _ in range(2))
-    gates = (a if gated else None, e, None if tied else e)
+    gates = (a if gated and not config.lanes else None, e, None if tied else e)
     bounds = tensor(4, dtype=torch.int32) if gated else None
     W = tensor(3 if gated else B, H, features.size(D), M, dtype=torch.float32)
     wide = torch.float32
