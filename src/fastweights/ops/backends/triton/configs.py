@@ -122,16 +122,17 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], Config]] = {
 }
 
 
-def _by_token(stages: int, backward_warps: int) -> Config:
-    return Config(16, 32, TF32X3, TF32X3, 1, 0, 1, stages, backward_warps, stages, 1, 1, 16, lanes=2)
+def _by_token(forward: tuple[int, int], backward: tuple[int, int]) -> Config:
+    """Warps and stages of the walks."""
+    return Config(16, 32, TF32X3, TF32X3, 1, 0, *forward, *backward, 1, 1, 16, lanes=2)
 
 
 # Rows for rules without decay and sequences shorter than `LONG`: sums over more tokens one by one would lose digits.
 TOKEN_ROWS: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.float32: {
-        (16, 16): _by_token(3, 1),
-        (32, 16): _by_token(2, 1),
-        (32, 32): _by_token(3, 2),
+        (16, 16): _by_token((1, 3), (1, 3)),
+        (32, 16): _by_token((1, 2), (1, 2)),
+        (32, 32): _by_token((1, 4), (2, 3)),
     },
 }
 

@@ -19,10 +19,10 @@ from fastweights.ops.backends.triton.pieces import leading_digits, sequence
 
 
 @constexpr_function
-def state_layout(BLOCK_M, BLOCK_D, LANES, WARPS):
-    """A state (M, D): warps split its rows, every `LANES` lanes hold some of them, each a stretch."""
+def state_layout(BLOCK_M, BLOCK_D, LANES, WARPS, ENTRIES):
+    """A state (M, D): warps split its rows, every `LANES` lanes hold some of them, `ENTRIES` each in turn."""
     rows = 32 // LANES
-    return gl.BlockedLayout([BLOCK_M // (rows * WARPS), BLOCK_D // LANES], [rows, LANES], [WARPS, 1], [1, 0])
+    return gl.BlockedLayout([BLOCK_M // (rows * WARPS), ENTRIES], [rows, LANES], [WARPS, 1], [1, 0])
 
 
 @constexpr_function
@@ -88,7 +88,7 @@ def every_other(tile, which: tl.constexpr, WARPS: tl.constexpr):
 def side_by_side(one, two, LANES: tl.constexpr, WARPS: tl.constexpr):
     """Two columns (M, 1) that every lane of a row has, as (M, 2): half of the lanes for each."""
     M: tl.constexpr = one.shape[0]
-    layout: tl.constexpr = state_layout(M, LANES, LANES, WARPS)
+    layout: tl.constexpr = state_layout(M, LANES, LANES, WARPS, 1)
     two = gl.convert_layout(two, layout)
     return gl.where(gl.arange(0, 2, gl.SliceLayout(0, layout))[None, :] == 0, gl.convert_layout(one, layout), two)
 
@@ -160,7 +160,8 @@ def walk_tokens_forward(
     n = program // H
     first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
 
-    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES, WARPS)
+    # Four in turn, so that states are written in whole sectors; where a lane has but eight that is slower.
+    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES, WARPS, 4 if BLOCK_D > 16 else BLOCK_D // LANES)
     in_rows: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ACC: tl.constexpr = W_end.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
@@ -336,7 +337,7 @@ def walk_tokens_backward(
     n = program // H
     first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
 
-    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES, WARPS)
+    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES, WARPS, BLOCK_D // LANES)
     in_rows: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     ACC: tl.constexpr = dW.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_D], in_rows)
