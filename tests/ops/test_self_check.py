@@ -12,7 +12,7 @@ import torch
 
 from fastweights.ops import chunked, family
 from fastweights.ops.backends import BACKENDS, select, triton
-from fastweights.ops.backends.triton import self_check
+from fastweights.ops.backends.triton import configs, self_check
 from fastweights.ops.backends.triton.configs import (
     FEW,
     LONG,
@@ -21,6 +21,7 @@ from fastweights.ops.backends.triton.configs import (
     TOKEN_ROWS,
     configuration,
     holds_features,
+    may_go_by_token,
     plain_rows,
     power_of_two,
 )
@@ -82,7 +83,7 @@ def forget(monkeypatch):
 
 
 def a_kind(dtype=torch.float32, decay=False, packed=False):
-    return Kind(dtype, 8, 12, decay, True, False, True, packed, configuration(8, 12, dtype, 999, 256))
+    return Kind(dtype, 8, 12, decay, True, False, True, packed, configuration(8, 12, dtype, 999, 256, by_token=False))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -126,6 +127,31 @@ def test_wrong_kernels_are_reported_and_refused_for_good(checked, monkeypatch):
     with pytest.warns(UserWarning, match="wrong on this machine"):
         assert self_check.refusal(a_kind(), 2, CPU) == reason
     assert len(checked) == 1
+
+
+def test_where_walks_token_by_token_are_wrong_those_by_chunks_stand_in(checked, monkeypatch):
+    monkeypatch.setattr(configs, "TOKEN_ROWS", {dtype: dict(rows) for dtype, rows in TOKEN_ROWS.items()})
+    monkeypatch.setattr(triton, "_decided", {})
+    asked = []
+
+    def refusal(kind, heads, device):
+        asked.append(kind.config.lanes)
+        return "wrong" if kind.config.lanes else None
+
+    monkeypatch.setattr(self_check, "refusal", refusal)
+    call = random_call("delta", None, T=3, M=3).to(torch.float32)
+    problem = Problem(RULES["delta"], call.q, call.k, call.v, call.gates, *(x.float() for x in call.state))
+    assert triton._unproven(problem) is None
+    assert asked == [2, 0] and not configuration(8, 8, torch.float32, 999, 8).lanes
+
+
+def test_the_warning_says_what_stands_in(checked, monkeypatch):
+    monkeypatch.setattr(self_check, "_kernels", lambda: (forward, wrong_backward))
+    kind = a_kind()._replace(config=configuration(8, 12, torch.float32, 999, 256))
+    with pytest.warns(
+        UserWarning, match=r"token by token are wrong on this machine.*'auto' takes kernels that walk by chunks"
+    ):
+        self_check.refusal(kind, 2, CPU)
 
 
 def test_nan_is_wrong(checked, monkeypatch):
@@ -259,13 +285,15 @@ def test_every_size_has_a_row_that_holds_it(dtype, features):
         assert not config.lanes or power_of_two(M) >= 32 // config.lanes * config.backward_warps
 
 
-def test_neither_decay_nor_logits_nor_long_sequences_go_token_by_token():
+def test_what_goes_token_by_token():
     def lanes(T: int, **options: object) -> int:
         return configuration(16, 16, torch.float32, 999, T, **options).lanes
 
     assert lanes(1) and lanes(LONG - 1) and not lanes(LONG)
-    assert not lanes(256, decay=True) and not lanes(256, features=Features(logits=1))
+    assert not lanes(256, by_token=False) and not lanes(256, features=Features(logits=1))
     assert not configuration(16, 16, torch.bfloat16, 999, 256).lanes
+    assert may_go_by_token(False, 8192, 32, 32) and not may_go_by_token(True, 8, 16, 16)
+    assert not may_go_by_token(False, 8193, 8, 32)
 
 
 def test_neither_does_what_is_mapped_on_chip():

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from fastweights.ops.backends.triton import launch, one_token, walks  # noqa: E402
+from fastweights.ops.backends.triton import launch, one_token, tokens, walks  # noqa: E402
 
 # Bytes of shared memory that one block may ask for.
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
@@ -106,7 +106,7 @@ def launches(
     calls: list[Any] = []
     monkeypatch.setattr(launch, "_plans", {})
     for name in KERNELS:
-        home = walks if name == "scan_groups" else launch
+        home = walks if name == "scan_groups" else tokens if "tokens" in name else launch
         monkeypatch.setattr(home, name, Recorder(getattr(home, name), calls))
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -146,7 +146,7 @@ def test_what_is_compiled_ahead_is_what_runs(monkeypatch, dtype, D, M, config, g
         walk._compile(back)
         ahead = [specialised(call) for call in calls]
         assert ahead and all(call in run for call in ahead)
-        assert any(kernel.__name__ == "walk_backward" for kernel, *_ in ahead) is back
+        assert any(kernel.__name__ in ("walk_backward", "walk_tokens_backward") for kernel, *_ in ahead) is back
     # What links groups is compiled when it is needed.
     assert (config.groups and not gated) or len(ahead) == len(run)
 

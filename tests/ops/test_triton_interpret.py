@@ -3,6 +3,7 @@
 The interpreter has to be chosen before Triton is first imported, so the tests run in a process of their own.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from fastweights.ops.backends.triton import BACKEND, configs, self_check
 from fastweights.ops.backends.triton.configs import HALF, IEEE, TF32X3, Config, configuration, group_length
 from fastweights.ops.backends.triton.kinds import Kind
 from fastweights.ops.backends.triton.ops import recurrence, walk
-from fastweights.ops.features import PLAIN
+from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
@@ -135,6 +136,16 @@ def test_token_by_token_of_any_length(T):
 def test_token_by_token_with_gates_apart():
     """Attention normalisation erases with another gate than it writes with."""
     run_both(a_problem("delta", T=35, H=2, D=12, M=9, normalized=True), TOKENS)
+
+
+@inside
+def test_token_by_token_with_strides_that_take_64_bits():
+    """A few hundred of them pass 2³¹; the memory between tokens is never touched."""
+    T, step = 140, 2**24 - 8
+    problem = a_problem("delta", T=T, H=1, D=8, M=8, dtype=torch.float32)
+    far = torch.empty(T * step).as_strided(problem.q.shape, (T * step, step, 8, 1))
+    far.copy_(problem.q)
+    run_both(replace(problem, q=far), TOKENS._replace(precision=TF32X3))
 
 
 @inside
@@ -403,3 +414,14 @@ def test_groups_only_where_a_sequence_is_cut_into_them():
     for walks, T, row in rows:
         assert (row.groups > 0) is (group_length(T, None, row) > 0), (walks, T)
     assert any(row.groups for *_, row in rows) and not all(row.groups for *_, row in rows)
+
+
+@inside
+@pytest.mark.parametrize("T", [1, 20])
+def test_keys_that_come_mapped_and_are_still_to_be_divided_by_their_sum(T):
+    q, k, v = torch.rand(3, 1, T, 2, 8, dtype=torch.float64)
+    features = Features.named("none", sum=True)
+    ours, want = (
+        fast_weight_memory(q, k, v, rule="sum", features=features, backend=b) for b in ("triton", "reference")
+    )
+    torch.testing.assert_close(ours[0], want[0])

@@ -20,7 +20,9 @@ from fastweights.ops.backends.triton.configs import (
     LARGEST_M_MAPPED,
     LONG,
     configuration,
+    forget_token_rows,
     holds_features,
+    may_go_by_token,
 )
 from fastweights.ops.backends.triton.kinds import AnyKind, Kind, StepKind
 from fastweights.ops.backends.triton.ops import again, recurrence, step, takes_step
@@ -69,6 +71,8 @@ def why_unfused(problem: Problem) -> str | None:
     rule, (_, _, D, M) = problem.rule, problem.W.shape
     # The accumulator of attention normalisation may come in as one more value column.
     M += problem.z is not None
+    if problem.features.sum and not problem.features.map:
+        return "the kernels normalise what they map themselves, not keys that come mapped"
     if problem.features.map and not holds_features(D, M) and not takes_step(problem):
         limits = ", ".join(f"D = {most} beside M = {values}" for most, values in LARGEST_M_MAPPED.items())
         return f"phi has D = {D} features beside M = {M} values; inside the kernels there is room for up to {limits}"
@@ -121,8 +125,14 @@ def _unproven(problem: Problem) -> str | None:
             kinds.append(StepKind.of_problem(problem))
         else:
             for part in family.parts(problem, LARGEST_M):
-                config = configuration(D, part.M, part.dtype, walks, T, features, part.decay)
-                kinds.append(Kind(part.dtype, q.shape[3], *part[1:], packed, config, features))
+                by_token = may_go_by_token(part.decay, H, D, part.M)
+                config = configuration(D, part.M, part.dtype, walks, T, features, by_token)
+                kind = Kind(part.dtype, q.shape[3], *part[1:], packed, config, features)
+                if config.lanes and self_check.refusal(kind, H, q.device):
+                    forget_token_rows()
+                    config = configuration(D, part.M, part.dtype, walks, T, features, by_token)
+                    kind = kind._replace(config=config)
+                kinds.append(kind)
         reasons = (self_check.refusal(kind, H, q.device) for kind in kinds)
         _decided[key] = next((reason for reason in reasons if reason), None)
     return _decided[key]

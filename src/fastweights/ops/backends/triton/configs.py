@@ -127,6 +127,8 @@ def _by_token(forward: tuple[int, int], backward: tuple[int, int]) -> Config:
     return Config(16, 32, TF32X3, TF32X3, 1, 0, *forward, *backward, 1, 1, 16, lanes=2)
 
 
+# So many features or values of all heads: with 32 of the other, and LONG tokens in chunks, states are within 32 bits.
+WIDEST = 2**18
 # Rows for rules without decay and sequences shorter than `LONG`: sums over more tokens one by one would lose digits.
 TOKEN_ROWS: dict[torch.dtype, dict[tuple[int, int], Config]] = {
     torch.float32: {
@@ -189,6 +191,16 @@ def _mapped(config: Config, D: int, M: int) -> Config:
     return _changed(config, chunk=min(chunk, config.chunk), invert_warps=invert_warps, chunk_warps=chunk_warps)
 
 
+def may_go_by_token(decay: bool, H: int, D: int, M: int) -> bool:
+    """Whether there are walks token by token for such a rule and heads: those count entries in 32 bits."""
+    return not decay and H * max(D, M) <= WIDEST
+
+
+def forget_token_rows() -> None:
+    """From now on walk by chunks wherever a sequence would have been walked token by token."""
+    TOKEN_ROWS.clear()
+
+
 def plain_rows() -> Iterator[tuple[torch.dtype, int, int, Config]]:
     """Every row for keys that come mapped, with the dtype and the largest D and M it is for."""
     for table in (TABLE, TOKEN_ROWS):
@@ -204,9 +216,12 @@ def holds_features(D: int, M: int) -> bool:
 
 
 def configuration(
-    D: int, M: int, dtype: torch.dtype, walks: int, T: int, features: Features = PLAIN, decay: bool = False
+    D: int, M: int, dtype: torch.dtype, walks: int, T: int, features: Features = PLAIN, by_token: bool = True
 ) -> Config:
-    """The shipped configuration for keys of size D, values of size M, and `walks` pairs of sequence and head."""
+    """The shipped configuration for keys of size D, values of size M, and `walks` pairs of sequence and head.
+
+    `by_token` says whether it may be one that goes token by token (`may_go_by_token`).
+    """
     if T == 1 and dtype == torch.bfloat16:
         # All comes from the state that is given, and a gate's gradient is one sum over it, which may cancel: the state
         # needs more than 8 bits. The launch takes longer than products of one token, whatever they are.
@@ -214,7 +229,7 @@ def configuration(
     rows = TABLE[dtype]
     if features.map:
         rows = rows | MAPPED_ROWS.get(dtype, {})
-    elif T < LONG and not decay and not features.logits:
+    elif T < LONG and by_token and not features.logits:
         rows = rows | TOKEN_ROWS.get(dtype, {})
     config = next(row for (keys, values), row in rows.items() if keys >= D and values >= M)
     if features.map:

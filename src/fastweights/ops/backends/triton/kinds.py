@@ -52,7 +52,8 @@ class Kind(NamedTuple):
         gates = ", ".join(name for name, there in named.items() if there) or "no gates"
         form = ", packed" if self.packed else ", in groups" if self.config.groups else ""
         features = self.features.describe(self.D)
-        return f"{str(self.dtype)[6:]}, {features}, M = {self.M}, {gates}{form}, chunk {self.config.chunk}"
+        walk = "token by token" if self.config.lanes else f"chunk {self.config.chunk}"
+        return f"{str(self.dtype)[6:]}, {features}, M = {self.M}, {gates}{form}, {walk}"
 
     @property
     def key(self) -> str:

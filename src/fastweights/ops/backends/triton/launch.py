@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ from fastweights.ops.backends.triton.configs import (
 )
 from fastweights.ops.backends.triton.forward import invert_chunks, walk_forward
 from fastweights.ops.backends.triton.start import MOST_SHAPES, Constants, Start, kind_of, paced, side_by_side
-from fastweights.ops.backends.triton.strides import Gates, addressable, even, in_units, strides_of
-from fastweights.ops.backends.triton.tokens import walk_tokens_backward, walk_tokens_forward
+from fastweights.ops.backends.triton.strides import REACH, Gates, addressable, even, in_units, ready, strides_of
 from fastweights.ops.features import Features
 
 # Kinds of dy that a plan is ready for at a time.
@@ -41,6 +41,13 @@ TYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
+
+
+def _token_walks() -> ModuleType:
+    """Imported for those that need it: what Gluon is may change with any version of Triton."""
+    from fastweights.ops.backends.triton import tokens
+
+    return tokens
 
 
 def _twice(config: Config, unit: int) -> bool:
@@ -80,7 +87,9 @@ class Plan:
         features: Features,
         grouped: bool,
     ) -> None:
-        inputs = self.ready(q, k, v, *gates)
+        # Walks token by token count entries from the first token.
+        self.reach = max(REACH, q.shape[1]) if config.lanes else REACH
+        inputs = ready(self.reach, q, k, v, *gates)
         # Nobody writes or reads it: it stands for states that are not there.
         self.nothing = torch.empty(1, dtype=wide, device=q.device)
         self.dtype, self.wide, self.tied, self.config, self.features = dtype, wide, tied, config, features
@@ -101,7 +110,7 @@ class Plan:
         self.prepared = bool(config.prepared) and e is not None
         self.fused = bool(config.fused)
         self.separate = not self.fused and (tied or w is not None or self.kept_dtype != v.dtype)
-        self.gate_strides = even((a, e, w))[1]
+        self.gate_strides = even((a, e, w), reach=self.reach)[1]
         self.raw_strides = strides_of(q, k, v)
         unit, strides = in_units(self.raw_strides)
         self.strides = (*strides, *self.gate_strides)
@@ -149,13 +158,6 @@ class Plan:
         self.backs: dict[Any, tuple[Start, Start]] = {}
         self.compiled_ahead = False
 
-    @staticmethod
-    def ready(
-        q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, e: Tensor | None, w: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """The inputs with strides that the kernels can take."""
-        return addressable(q), addressable(k), addressable(v), *even((a, e, w))[0]
-
     def _start(
         self,
         kernel: Any,
@@ -182,7 +184,7 @@ class Plan:
         stages = self.config.forward_stages
         more = {"BLOCK_M": self.block, "PREPARED": self.prepared, "READ": read}
         more |= {"STAGES": stages, "WARPS": self.config.forward_warps}
-        kernel = walk_tokens_forward if self.config.lanes else walk_forward
+        kernel = _token_walks().walk_tokens_forward if self.config.lanes else walk_forward
         pace = paced(self.config.forward_warps, stages)
         return self._start(kernel, self._programs(self.block), self.strides, more, pace, read)
 
@@ -203,7 +205,7 @@ class Plan:
             with torch.cuda.device(self.index):
                 return self.forward(inputs, W, cu_seqlens, keep, read, inverses)
         if not self.untouched:
-            inputs = self.ready(*inputs)
+            inputs = ready(self.reach, *inputs)
         q, k, v, a, e, w = inputs
         device = self.device
         y = torch.empty_strided(*self.y_room, dtype=self.dtype, device=device) if read else v
@@ -233,7 +235,7 @@ class Plan:
         more |= {"STAGES": config.backward_stages, "WARPS": config.backward_warps}
         pace = paced(config.backward_warps, config.backward_stages)
         key = (dy.dtype, unit, strides, only_state)
-        kernel = walk_tokens_backward if config.lanes else walk_backward
+        kernel = _token_walks().walk_tokens_backward if config.lanes else walk_backward
         walk = self._start(kernel, self._programs(block), strides, more, pace, *key)
         blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M), "UNIT": unit}
         blocks |= {"BATCH": config.batch, "TWICE": config.batch > 1 and _twice(config, unit), "PACKED": self.packed}
@@ -314,7 +316,7 @@ class Plan:
         """
         key = (dy.stride(), dy.dtype, only_state)
         if key not in self.backs:
-            if (aligned := addressable(dy)) is not dy:
+            if (aligned := addressable(dy, self.reach)) is not dy:
                 kept = (states, inverses, errors)
                 return self.walk_back(inputs, aligned, dW_end, *kept, cu_seqlens, wants_state, only_state)
             if len(self.backs) >= MOST_GRADIENTS:
@@ -322,7 +324,7 @@ class Plan:
             self.backs[key] = self._backward_starts(dy, only_state)
         walk, chunks = self.backs[key]
         if not self.untouched:
-            inputs = self.ready(*inputs)
+            inputs = ready(self.reach, *inputs)
         q, k, v, a, e, w = inputs
         device = self.device
         room, gate_room = (_NO_ROOM, _NO_ROOM) if only_state else (self.y_room, self.gate_room)

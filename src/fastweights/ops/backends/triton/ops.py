@@ -23,6 +23,7 @@ from fastweights.ops.backends.triton.configs import (
     group_length,
     holds_features,
     kept_shapes,
+    may_go_by_token,
     number_of_groups,
     operand_dtype,
 )
@@ -211,7 +212,8 @@ def recurrence(
     N, wide = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1, torch.promote_types(q.dtype, torch.float32)
     if config is None:
         sizes = (features.size(q.shape[3]), v.shape[3])
-        config = configuration(*sizes, q.dtype, N * q.shape[2], q.shape[1], features, a is not None)
+        by_token = may_go_by_token(a is not None, q.shape[2], *sizes)
+        config = configuration(*sizes, q.dtype, N * q.shape[2], q.shape[1], features, by_token)
     if not plain(*inputs, cu_seqlens):
         y, W, *_ = walk(*inputs, cu_seqlens, dtype, keep, wide, tied, list(config), list(features))
         return y, W
@@ -240,7 +242,8 @@ def again(problem: Problem) -> Again | None:
         # One token is taken with any D; there is no walk to be ready with.
         return None
     a, e, w = coefficients(problem)
-    config = configuration(D, M, dtype, N * H, T, features, a is not None)
+    by_token = may_go_by_token(a is not None, H, D, M)
+    config = configuration(D, M, dtype, N * H, T, features, by_token)
     if group_length(T, None, config):
         return None
     tied = e is not None and e is w

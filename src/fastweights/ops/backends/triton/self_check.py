@@ -85,9 +85,11 @@ def refusal(kind: AnyKind, heads: int, device: torch.device) -> str | None:
         reason = known[kind.key].reason(kind)
         _reasons[device, kind] = reason
     if reason is not None:
+        by_token = isinstance(kind, Kind) and kind.config.lanes
+        instead = "kernels that walk by chunks" if by_token else "the backend 'chunked'"
         warnings.warn(
             f"{reason}. Machine: {', '.join(machine(device).values())}. "
-            "They will not be used here; 'auto' takes the backend 'chunked' instead. Please report this.",
+            f"They will not be used here; 'auto' takes {instead} instead. Please report this.",
             stacklevel=2,
         )
     return reason

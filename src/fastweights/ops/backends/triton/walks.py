@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fastweights.ops.backends.triton.configs import Config, group_length, power_of_two
 from fastweights.ops.backends.triton.groups import scan_groups
-from fastweights.ops.backends.triton.launch import Gradients, Plan, plan
+from fastweights.ops.backends.triton.launch import Gradients, plan
 from fastweights.ops.backends.triton.start import Constants, Start, paced
-from fastweights.ops.backends.triton.strides import Gates, addressable
+from fastweights.ops.backends.triton.strides import REACH, Gates, addressable, ready
 from fastweights.ops.features import PLAIN, Features
 
 
@@ -40,7 +40,7 @@ def forward(
         D = features.size(R)
         assert config.prepared, "the first walk forms no inverses that others could use"
         bounds = _bounds(B, T, length, q.device)
-        inputs = q, k, v, a, e, w = Plan.ready(q, k, v, *gates)
+        inputs = q, k, v, a, e, w = ready(REACH, q, k, v, *gates)
         groups = bounds.numel() - 1
         # What each group makes of no state, and of every unit vector.
         nothing = v.new_zeros(D).expand(*q.shape[:3], D)
@@ -88,7 +88,7 @@ def backward(
         B, T, *_ = q.shape
         bounds = _bounds(B, T, length, q.device)
         dy = addressable(dy)
-        inputs = q, k, v, a, e, w = Plan.ready(q, k, v, *gates)
+        inputs = q, k, v, a, e, w = ready(REACH, q, k, v, *gates)
         walks = plan(q, k, v, (a, e, w), bounds.numel() - 1, bounds, *how, grouped=True)
         # What each group makes of no gradient, then the gradients between groups, then everything.
         *_, changes = walks.walk_back(inputs, dy, None, *kept, bounds, True, only_state=True)[0]
