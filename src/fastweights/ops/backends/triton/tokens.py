@@ -53,6 +53,7 @@ def copy_ahead(tiles, stage, x, start, length, stride, WIDTH: tl.constexpr, WARP
     rows = start + gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
     columns = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
     there = (rows >= 0) & (rows < length) & (columns < WIDTH)
+    # Within 32 bits: `Plan.reach` and `configs.WIDEST` see to that.
     async_copy.async_copy_global_to_shared(tiles.index(stage), x + rows * stride + columns, there)
 
 
