@@ -132,7 +132,8 @@ def test_wrong_kernels_are_reported_and_refused_for_good(checked, monkeypatch):
 
 
 def test_where_walks_token_by_token_are_wrong_those_by_chunks_stand_in(checked, monkeypatch):
-    monkeypatch.setattr(triton, "_decided", {})
+    decided = {"another call": None}
+    monkeypatch.setattr(triton, "_decided", decided)
     asked = []
 
     def refusal(kind, heads, device):
@@ -144,6 +145,7 @@ def test_where_walks_token_by_token_are_wrong_those_by_chunks_stand_in(checked, 
     problem = Problem(RULES["delta"], call.q, call.k, call.v, call.gates, *(x.float() for x in call.state))
     assert triton._unproven(problem) is None
     assert asked == [2, 0] and not configuration(8, 8, torch.float32, 999, 8).lanes
+    assert list(decided.values()) == [None] and "another call" not in decided
 
 
 def test_the_warning_says_what_stands_in(checked, monkeypatch):

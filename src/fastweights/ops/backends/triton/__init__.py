@@ -130,6 +130,8 @@ def _unproven(problem: Problem) -> str | None:
                 kind = Kind(part.dtype, q.shape[3], *part[1:], packed, config, features)
                 if config.lanes and self_check.refusal(kind, H, q.device):
                     forget_token_rows()
+                    # Other calls that were walked so have to be decided anew.
+                    _decided.clear()
                     config = configuration(D, part.M, part.dtype, walks, T, features, by_token)
                     kind = kind._replace(config=config)
                 kinds.append(kind)
