@@ -10,7 +10,6 @@ import torch
 
 from fastweights.ops.backends.triton.configs import (
     TABLE,
-    TOKEN_ROWS,
     Config,
     configuration,
     holds_features,
@@ -26,7 +25,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from fastweights.ops.backends.triton import launch, one_token, tokens, walks  # noqa: E402
+from fastweights.ops.backends.triton import launch, one_token, token_backward, token_forward, walks  # noqa: E402
 
 # Bytes of shared memory that one block may ask for.
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
@@ -105,8 +104,9 @@ def launches(
     """
     calls: list[Any] = []
     monkeypatch.setattr(launch, "_plans", {})
+    homes = {"scan_groups": walks, "walk_tokens_forward": token_forward, "walk_tokens_backward": token_backward}
     for name in KERNELS:
-        home = walks if name == "scan_groups" else tokens if "tokens" in name else launch
+        home = homes.get(name, launch)
         monkeypatch.setattr(home, name, Recorder(getattr(home, name), calls))
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -220,14 +220,10 @@ def test_compiles_gated_and_packed(monkeypatch, dtype, D, M, config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("rows", [TABLE, TOKEN_ROWS], ids=["chunks", "tokens"])
-@pytest.mark.parametrize(("D", "M"), TABLE[torch.float32], ids=str)
-def test_compiles_gated_and_normalised(monkeypatch, D, M, rows, capability):
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), [row for row in ROWS if row.values[0] == torch.float32])
+def test_compiles_gated_and_normalised(monkeypatch, dtype, D, M, config, capability):
     """In float32, as all dtypes then are."""
-    if (D, M) not in rows[torch.float32]:
-        pytest.skip("larger heads are walked by chunks")
-    config = rows[torch.float32][D, M]
-    check(launches(monkeypatch, torch.float32, D, M, config, gated=True, tied=False), capability)
+    check(launches(monkeypatch, dtype, D, M, config, gated=True, tied=False), capability)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Gluon as `tokens` uses it: that part of Triton in which layouts, shared memory and copies are chosen by hand."""
+"""Gluon as the walks token by token use it: the part of Triton in which layouts and copies are chosen by hand."""
 
 import triton
 

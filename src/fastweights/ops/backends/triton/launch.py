@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -43,11 +42,11 @@ TYPES = {
 }
 
 
-def _token_walks() -> ModuleType:
+def _token_walk(back: bool) -> Any:
     """Imported for those that need it: what Gluon is may change with any version of Triton."""
-    from fastweights.ops.backends.triton import tokens
+    from fastweights.ops.backends.triton import token_backward, token_forward
 
-    return tokens
+    return token_backward.walk_tokens_backward if back else token_forward.walk_tokens_forward
 
 
 def _twice(config: Config, unit: int) -> bool:
@@ -137,7 +136,6 @@ class Plan:
             "TWICE": _twice(config, unit),
             "AHEAD": bool(config.ahead),
             "LANES": config.lanes,
-            "TILE": 16 if power_of_two(self.D) * power_of_two(self.M) <= 512 else 8,
             "LOGITS": bool(features.logits),
             "OPERAND": TYPES[self.kept_dtype],
             "ACC": TYPES[wide],
@@ -184,7 +182,7 @@ class Plan:
         stages = self.config.forward_stages
         more = {"BLOCK_M": self.block, "PREPARED": self.prepared, "READ": read}
         more |= {"STAGES": stages, "WARPS": self.config.forward_warps}
-        kernel = _token_walks().walk_tokens_forward if self.config.lanes else walk_forward
+        kernel = _token_walk(back=False) if self.config.lanes else walk_forward
         pace = paced(self.config.forward_warps, stages)
         return self._start(kernel, self._programs(self.block), self.strides, more, pace, read)
 
@@ -235,7 +233,7 @@ class Plan:
         more |= {"STAGES": config.backward_stages, "WARPS": config.backward_warps}
         pace = paced(config.backward_warps, config.backward_stages)
         key = (dy.dtype, unit, strides, only_state)
-        kernel = _token_walks().walk_tokens_backward if config.lanes else walk_backward
+        kernel = _token_walk(back=True) if config.lanes else walk_backward
         walk = self._start(kernel, self._programs(block), strides, more, pace, *key)
         blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M), "UNIT": unit}
         blocks |= {"BATCH": config.batch, "TWICE": config.batch > 1 and _twice(config, unit), "PACKED": self.packed}

@@ -14,7 +14,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -146,19 +145,8 @@ def _beside(stream: Any, run: Callable[..., Any], *arguments: Any) -> Any:
         return run(*arguments)
 
 
-def _hash_triton() -> None:
-    """Triton reads all of itself once, before it first compiles; for a third of a second another thread can do that."""
-    with suppress(ImportError):
-        from triton.runtime.cache import triton_key
-
-        triton_key()
-
-
 def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
     """||ours - float64|| / ||float64|| of outputs and gradients, over several chunks, the last of them partial."""
-    hashing = threading.Thread(target=_hash_triton)
-    if device.type == "cuda":
-        hashing.start()
     generator = torch.Generator(device).manual_seed(0)
     C, H, D, M = kind.config.chunk, heads, kind.D, kind.M
     B, T = (1 if kind.packed else 2), 3 * C + 5
@@ -193,8 +181,6 @@ def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
     with ThreadPoolExecutor(1) as pool:
         exact = pool.submit(_beside, stream, _exact, kind, (q, k, v, a, e, w, W), bounds, dy, dW)
         forward, backward = _kernels()
-        if device.type == "cuda":
-            hashing.join()
         y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, kind.dtype, wide, kind.tied, True, *last)
         grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, wide, kind.tied, True, *last)
         want = exact.result()

@@ -1,35 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The walks token by token: the recurrence as it is written, with the state in registers.
+"""The walk back token by token, two at once; gradients that are no recurrence by products over a chunk.
 
-For float32, where a tensor-core product takes three instructions for one: up to 32 x 32 a walk by chunks has more
-instructions, and waits longer for each, than the recurrence itself. They are written in Gluon, the part of Triton in
-which layouts are chosen by hand: one warp has a state, and `LANES` of its lanes share what it holds of one value, so
-that recalling and reading are sums inside a lane and one or two shuffles. Tokens are copied ahead into shared memory.
-
-On the way back two tokens are taken at once. What is not a recurrence, the gradients of queries, keys and gates, is
-formed by products over a chunk, as in `gradients`.
-
-Arguments are those of the walks by chunks, so that they are launched alike; some are not used.
+Those are the gradients of queries, keys and gates, formed as in `gradients`.
 """
 
 import triton.language as tl
 
 from fastweights.ops.backends.triton.gluon import async_copy, constexpr_function, gl, jit, mma_v2, two_sums
 from fastweights.ops.backends.triton.pieces import leading_digits, sequence
-
-
-@constexpr_function
-def state_layout(BLOCK_M, BLOCK_D, LANES, WARPS, ENTRIES):
-    """A state (M, D): warps split its rows, every `LANES` lanes hold some of them, `ENTRIES` each in turn."""
-    rows = 32 // LANES
-    return gl.BlockedLayout([BLOCK_M // (rows * WARPS), ENTRIES], [rows, LANES], [WARPS, 1], [1, 0])
-
-
-@constexpr_function
-def tile_layout(WIDTH, WARPS):
-    """Rows of a tile, four entries a lane."""
-    entries = min(4, WIDTH)
-    return gl.BlockedLayout([1, entries], [32 * entries // WIDTH, WIDTH // entries], [WARPS, 1], [1, 0])
+from fastweights.ops.backends.triton.token_pieces import column, copy_ahead, row, state_layout, tile_layout
 
 
 @constexpr_function
@@ -45,35 +24,10 @@ def sum_layout(ROWS, WIDTH, WARPS):
 
 
 @jit
-def copy_ahead(tiles, stage, x, start, length, stride, WIDTH: tl.constexpr, WARPS: tl.constexpr):
-    """Begin to copy rows of a (tokens, WIDTH) matrix; zeros before the first and past the last, and past WIDTH."""
-    C: tl.constexpr = tiles.shape[1]
-    BLOCK: tl.constexpr = tiles.shape[2]
-    layout: tl.constexpr = tile_layout(BLOCK, WARPS)
-    rows = start + gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
-    columns = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
-    there = (rows >= 0) & (rows < length) & (columns < WIDTH)
-    # Within 32 bits: `Plan.reach` and `configs.WIDEST` see to that.
-    async_copy.async_copy_global_to_shared(tiles.index(stage), x + rows * stride + columns, there)
-
-
-@jit
 def in_eights(tiles):
     """Tiles (stages, C, ·) as (·, 8, ·)."""
     shape: tl.constexpr = [tiles.shape[0] * tiles.shape[1] // 8, 8, tiles.shape[2]]
     return tiles._reinterpret(tiles.dtype, shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-
-
-@jit
-def row(tile, t: tl.constexpr, layout: tl.constexpr):
-    """One token of a tile (C, ·) as (1, ·)."""
-    return tile.slice(t, 1, 0).load(layout)
-
-
-@jit
-def column(tile, t: tl.constexpr, layout: tl.constexpr):
-    """One token of a tile (C, ·) as (·, 1)."""
-    return tile.slice(t, 1, 0).permute([1, 0]).load(layout)
 
 
 @jit
@@ -106,126 +60,6 @@ def product(x, y, total, small, PRECISION: tl.constexpr):
     else:
         total = mma_v2(x, y, total, PRECISION)
     return total, small
-
-
-@jit(do_not_specialize=["T", "keep", "given"])
-def walk_tokens_forward(
-    q,
-    k,
-    v,
-    a,
-    e,
-    w,
-    W,
-    cu_seqlens,
-    y,
-    W_end,
-    states,
-    inverses,
-    errors,
-    T,
-    keep,
-    given,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    gate_token,
-    gate_head,
-    UNIT: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ERASE: tl.constexpr,
-    WRITE: tl.constexpr,
-    TIED: tl.constexpr,
-    PACKED: tl.constexpr,
-    TILE: tl.constexpr,
-    LANES: tl.constexpr,
-    WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    q_token *= UNIT
-    q_head *= UNIT
-    k_token *= UNIT
-    k_head *= UNIT
-    v_token *= UNIT
-    v_head *= UNIT
-    program = tl.program_id(0)
-    head = program % H
-    n = program // H
-    first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
-
-    # Four in turn, so that states are written in whole sectors; where a lane has but eight that is slower.
-    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES, WARPS, 4 if BLOCK_D > 16 else BLOCK_D // LANES)
-    in_rows: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    ACC: tl.constexpr = W_end.dtype.element_ty
-    q_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
-    k_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
-    v_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_M], in_rows)
-    if ERASE:
-        e_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
-    if WRITE:
-        w_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
-
-    m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
-    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
-    in_state = (m[:, None] < M) & (d[None, :] < D)
-    q += first * q_token + head * q_head
-    k += first * k_token + head * k_head
-    v += first * v_token + head * v_head
-    gate = first * gate_token + head * gate_head
-    y += (first * H + head) * M + m
-    errors += (first * H + head) * M + m
-    states += (slot * H + head) * D * M + m[:, None] * D + d[None, :]
-    state = (n.to(tl.int64) * H + head) * D * M + d[None, :] * M + m[:, None]
-    W_t = gl.load(W + state, in_state & (given != 0), 0.0)
-
-    ahead = 0
-    for start in range(-(STAGES - 1) * TILE, length, TILE):
-        # As many tiles ahead as there are stages, less the one that is read below.
-        coming = start + (STAGES - 1) * TILE
-        copy_ahead(q_tiles, ahead, q, coming, length, q_token, D, WARPS)
-        copy_ahead(k_tiles, ahead, k, coming, length, k_token, D, WARPS)
-        copy_ahead(v_tiles, ahead, v, coming, length, v_token, M, WARPS)
-        if ERASE:
-            copy_ahead(e_tiles, ahead, e + gate, coming, length, gate_token, 1, WARPS)
-        if WRITE:
-            copy_ahead(w_tiles, ahead, w + gate, coming, length, gate_token, 1, WARPS)
-        async_copy.commit_group()
-        ahead = tl.where(ahead == STAGES - 1, 0, ahead + 1)
-        if start >= 0:
-            async_copy.wait_group(STAGES - 1)
-            # The stage after the one that was begun last was begun first.
-            q_ = q_tiles.index(ahead)
-            k_ = k_tiles.index(ahead)
-            v_ = v_tiles.index(ahead)
-            left = length - start
-            # A mask, not a branch or a variant: what inference runs is what training checks.
-            gl.store(states + start // C * H * D * M, W_t, in_state & (keep != 0) & (start % C == 0))
-            for t in tl.static_range(TILE):
-                there = (m < M) & (t < left)
-                k_t = row(k_, t, layout)
-                u = column(v_, t, layout)
-                if WRITE:
-                    u *= row(w_tiles.index(ahead), t, layout)
-                if ERASE:
-                    recall = gl.sum(W_t * k_t, 1)[:, None]
-                    error = u - recall if TIED else recall * -1.0
-                    change = error * row(e_tiles.index(ahead), t, layout)
-                    u = change if TIED else u + change
-                    gl.store(errors + t * H * M, gl.sum(error, 1), there & (keep != 0))
-                W_t += k_t * u
-                gl.store(y + t * H * M, gl.sum(W_t * row(q_, t, layout), 1), there)
-            y += TILE * H * M
-            errors += TILE * H * M
-    async_copy.wait_group(0)
-    gl.store(W_end + state, W_t, in_state)
 
 
 @jit
