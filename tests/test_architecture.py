@@ -15,9 +15,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "fastweights"
 # Each may import from itself and from those before it.
 ORDER = [
-    "files",
-    "provenance",
-    "tree",
+    "common",
     "ops",
     "feature_maps",
     "layers",

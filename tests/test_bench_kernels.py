@@ -18,8 +18,8 @@ from fastweights.benchmarks.first_call import first_calls
 from fastweights.benchmarks.kernel_rivals import RIVALS, Apart, rivals
 from fastweights.commands import info
 from fastweights.ops.backends import BACKENDS
-from fastweights.ops.backends.triton.configs import plain_rows
-from fastweights.ops.backends.triton.kinds import Kind
+from fastweights.ops.gpu.memory.kinds import Kind
+from fastweights.ops.gpu.memory.variants import plain_rows
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 

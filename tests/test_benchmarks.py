@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from fastweights.benchmarks import lm, lm_agreement, memory, retrieval, translation
 from fastweights.cli import app
-from fastweights.data.kinds import KINDS
+from fastweights.data.registry import KINDS
 from fastweights.data.synthetic import training_batches
 from fastweights.models.translation_presets import PRESETS
-from fastweights.training.retrieval import Cell, RetrievalConfig
+from fastweights.training.tasks.retrieval import Cell, RetrievalConfig
 from tests.training.small_text import small_corpus
 
 

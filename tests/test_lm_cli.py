@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from fastweights.commands import evaluate, train
 from fastweights.commands.generate import generate
 from fastweights.data.prepare import prepare
-from fastweights.data.tokens import Corpus
-from fastweights.training import evaluate as protocols
+from fastweights.data.text.corpus import Corpus
+from fastweights.training.tasks import evaluate as protocols
 from tests.training.small_text import SMALL, as_options, small_corpus
 from tests.training.tiny import losses
 

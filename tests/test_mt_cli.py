@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from fastweights.cli import app
 from fastweights.inference.translate import translate
-from fastweights.training.translation import bleu
-from fastweights.training.translation_run import TranslationRun
+from fastweights.training.runs.translation_run import TranslationRun
+from fastweights.training.tasks.translation import bleu
 from tests.training.small_pairs import SMALL, small_pairs
 from tests.training.small_text import as_options, small_corpus
 from tests.training.small_text import run as run_lm

@@ -185,8 +185,8 @@ def mt(
 
     with input_errors(ValueError):
         from fastweights.benchmarks.translation import run
+        from fastweights.common.tables import look_up
         from fastweights.models.translation_presets import PRESETS
-        from fastweights.ops.tables import look_up
 
         look_up(PRESETS, preset, "preset")
         look_up(dict.fromkeys(("fp32", "bf16")), precision, "precision")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastweights.common.tables import look_up
 from fastweights.ops import features
-from fastweights.ops.tables import look_up
 
 
 class FeatureMap(nn.Module):

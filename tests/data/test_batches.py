@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from fastweights.data.parallel import BOS, EOS, PAD, ParallelCorpus
+from fastweights.common.tree import pack, to_device, unpack
+from fastweights.data.pairs.corpus import BOS, EOS, PAD, ParallelCorpus
 from fastweights.data.prepare import prepare
-from fastweights.tree import pack, to_device, unpack
 from tests.data.pair_files import write_parallel
 
 

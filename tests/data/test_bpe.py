@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastweights.data.bpe import BOS, EOS, LEAST, PAD, UNK, Tokenizer, train_tokenizer
 from fastweights.data.manifest import DataError
+from fastweights.data.pairs.bpe import BOS, EOS, LEAST, PAD, UNK, Tokenizer, train_tokenizer
 
 TEXTS = [f"the {word} and the {word}s, über {word}" for word in ("cat", "dog", "Straße", "dreiundzwanzig")] * 3
 TOKENIZER = train_tokenizer(TEXTS, LEAST + 20)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastweights.data.documents import DOCUMENTS, mark_documents
 from fastweights.data.manifest import DataError
 from fastweights.data.prepare import prepare
-from fastweights.data.tokens import Corpus, TokenStream
-from fastweights.data.vocabulary import ByteVocabulary, WordVocabulary, split_words
-from fastweights.training.evaluate import Protocol, measure
+from fastweights.data.text.corpus import Corpus, TokenStream
+from fastweights.data.text.documents import DOCUMENTS, mark_documents
+from fastweights.data.text.vocabulary import ByteVocabulary, WordVocabulary, split_words
+from fastweights.training.tasks.evaluate import Protocol, measure
 from tests.training.small_text import random_model
 
 WIKI = """

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from fastweights.data import embedded
 from fastweights.data.prepare import prepare
-from fastweights.data.tokens import Corpus
+from fastweights.data.text import embedded
+from fastweights.data.text.corpus import Corpus
 
 
 @pytest.fixture(scope="module")

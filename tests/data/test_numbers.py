@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from fastweights.data.manifest import DataError
-from fastweights.data.numbers import english, german, lines, split_of
-from fastweights.data.parallel import ParallelCorpus
+from fastweights.data.pairs.corpus import ParallelCorpus
+from fastweights.data.pairs.numbers import english, german, lines, split_of
 from fastweights.data.prepare import prepare
 
 SPLITS = ("train", "valid", "test")

@@ -15,11 +15,11 @@ import typer
 from typer.testing import CliRunner
 
 from fastweights.commands.data import data
-from fastweights.data.kinds import KINDS
 from fastweights.data.manifest import DataError, sets
-from fastweights.data.parallel import ParallelCorpus
+from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.prepare import prepare
-from fastweights.data.tokens import Corpus
+from fastweights.data.registry import KINDS
+from fastweights.data.text.corpus import Corpus
 from tests.data.corpora import REAL, write_wikitext
 from tests.data.pair_files import sentences, write_parallel, write_set
 

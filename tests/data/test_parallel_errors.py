@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastweights.data.manifest import DataError
-from fastweights.data.parallel import ParallelCorpus
+from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.prepare import prepare
 from tests.data.pair_files import sentences, write_parallel, write_set
 

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from fastweights.data import sources
-from fastweights.data.kinds import KINDS
 from fastweights.data.manifest import sets
 from fastweights.data.prepare import prepare
-from fastweights.data.tokens import Corpus
+from fastweights.data.registry import KINDS
+from fastweights.data.text.corpus import Corpus
 from tests.data.corpora import SPLITS, naive, write_wikitext, zipped
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fastweights.commands.data import data
 from fastweights.data.manifest import DataError
 from fastweights.data.prepare import prepare
-from fastweights.data.tokens import Corpus
+from fastweights.data.text.corpus import Corpus
 from tests.data.corpora import write_wikitext, zipped
 
 app = typer.Typer()
@@ -199,7 +199,7 @@ def test_the_command(files, tmp_path):
 
 
 def test_ctrl_c(files, tmp_path, monkeypatch):
-    from fastweights.data import kinds
+    from fastweights.data import registry as kinds
 
     def stop(*arguments, **options):
         raise KeyboardInterrupt

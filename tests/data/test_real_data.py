@@ -4,7 +4,7 @@ import pytest
 
 from fastweights.data.manifest import sets
 from fastweights.data.prepare import prepare
-from fastweights.data.tokens import Corpus
+from fastweights.data.text.corpus import Corpus
 from tests.data.corpora import REAL, SPLITS
 
 

@@ -7,7 +7,7 @@ import torch
 
 from fastweights.data.manifest import DataError
 from fastweights.data.prepare import prepare
-from fastweights.data.tokens import Corpus, TokenStream
+from fastweights.data.text.corpus import Corpus, TokenStream
 from tests.data.corpora import write_wikitext
 
 CUTS = [(101, 4, 7), (100, 4, 24), (100, 4, 25), (100, 1, 16), (17, 8, 3), (9, 2, 50)]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastweights.data.manifest import DataError
-from fastweights.data.vocabulary import VOCABULARIES, ByteVocabulary, WordVocabulary
+from fastweights.data.text.vocabulary import VOCABULARIES, ByteVocabulary, WordVocabulary
 
 WORDS = WordVocabulary(["<eos>", "the", "<unk>", "naïve", "東京"])
 

@@ -1,7 +1,7 @@
 """Results of the language-model tables, made up."""
 
 from fastweights.experiments import EXPERIMENTS
-from fastweights.experiments.base import Record, Results
+from fastweights.experiments.engine.experiment import Record, Results
 
 CORPORA = {
     "smoke": {"name": "Python's documentation", "words": 5693, "fingerprint": "a"},

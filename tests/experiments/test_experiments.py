@@ -5,9 +5,9 @@ import math
 import pytest
 
 from fastweights.experiments import EXPERIMENTS
-from fastweights.experiments.base import SCALES, Results, Selection
-from fastweights.experiments.fig1_dpfp import measure
-from fastweights.experiments.retrieval import beats, d_dot
+from fastweights.experiments.engine.experiment import SCALES, Results, Selection
+from fastweights.experiments.engine.retrieval import beats, d_dot
+from fastweights.experiments.paper.fig1_dpfp import measure
 from tests.experiments.fakes import record, results
 
 RETRIEVAL = ["fig2", "fig3", "fig4", "fig5"]

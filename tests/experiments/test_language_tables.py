@@ -4,15 +4,18 @@ import json
 
 import pytest
 
-from fastweights.experiments import EXPERIMENTS, language, speed, table2, table3, table4, table5, wikipedia
-from fastweights.experiments.base import Results, Selection
-from fastweights.experiments.perplexity import best_of, is_lower
-from fastweights.experiments.protocol import departures
-from fastweights.experiments.store import Store
-from fastweights.experiments.trained import training_of
+from fastweights.experiments import EXPERIMENTS
+from fastweights.experiments.beyond import wikipedia
+from fastweights.experiments.engine import language
+from fastweights.experiments.engine.departures import departures
+from fastweights.experiments.engine.experiment import Results, Selection
+from fastweights.experiments.engine.perplexity import best_of, is_lower
+from fastweights.experiments.engine.runner import training_of
+from fastweights.experiments.engine.store import Store
+from fastweights.experiments.paper import speed, table2, table3, table4, table5
 from fastweights.report.build import build
 from fastweights.report.figures import STYLES, draw
-from fastweights.training.language import plan
+from fastweights.training.tasks.language import plan
 from tests.experiments.language_fakes import cells, given, metrics, record, results, verdicts
 
 TABLES = ("table2", "table3", "table4", "table5", "wikitext2", "wikipedia", "speed")
@@ -91,7 +94,9 @@ def test_the_order_is_part_of_a_cell(monkeypatch):
     table = EXPERIMENTS["wikipedia-fast"]
     config = table.cell("paper", "delta", 128, 1111, context).config
     seen = {}
-    monkeypatch.setattr("fastweights.training.language.LanguageTask", lambda *texts, **cutting: seen.update(cutting))
+    monkeypatch.setattr(
+        "fastweights.training.tasks.language.LanguageTask", lambda *texts, **cutting: seen.update(cutting)
+    )
     monkeypatch.setattr(language, "corpus_of", lambda config, data: None)
     language.build(config, None)
     assert config["order"] == seen["order"] == "shuffled" and seen["seed"] == 1111
@@ -186,7 +191,9 @@ def test_what_others_were_given_is_their_heading(tmp_path):
 
 def test_speed_reads_the_text_as_its_cells_say(monkeypatch):
     seen = {}
-    monkeypatch.setattr("fastweights.training.language.LanguageTask", lambda *texts, **cut: seen.update(cut) or 1 / 0)
+    monkeypatch.setattr(
+        "fastweights.training.tasks.language.LanguageTask", lambda *texts, **cut: seen.update(cut) or 1 / 0
+    )
     context = {"set": {"order": "shuffled"}, "device": "cpu"}
     config = EXPERIMENTS["speed"].cells("smoke", Selection(models=("delta",)), context)[0].config
     with pytest.raises(ZeroDivisionError):

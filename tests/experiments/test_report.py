@@ -9,9 +9,9 @@ from html.parser import HTMLParser
 import pytest
 
 from fastweights.experiments import EXPERIMENTS
-from fastweights.experiments.base import Results, Selection
-from fastweights.experiments.store import Store
-from fastweights.experiments.sweep import sweep
+from fastweights.experiments.engine.experiment import Results, Selection
+from fastweights.experiments.engine.store import Store
+from fastweights.experiments.engine.sweep import sweep
 from fastweights.report.build import build
 from fastweights.report.figures import STYLES, draw
 from fastweights.report.tables import format_seconds, losses, tally

@@ -187,7 +187,7 @@ def test_an_import_that_fails_in_a_cell(run, monkeypatch):
     def train(*arguments, **options):
         raise ImportError("training takes something: pip install 'fastweights[train]'")
 
-    monkeypatch.setattr("fastweights.training.retrieval.train", train)
+    monkeypatch.setattr("fastweights.training.tasks.retrieval.train", train)
     result = run("reproduce", "fig2", "--scale", "smoke")
     assert result.exit_code == 2 and "Error: training takes something: pip install" in result.stderr
 
@@ -196,8 +196,8 @@ def test_the_live_display(run, training, monkeypatch, tmp_path):
     from rich.console import Console
 
     from fastweights.commands.progress import Display
-    from fastweights.experiments.store import Store
-    from fastweights.experiments.sweep import sweep
+    from fastweights.experiments.engine.store import Store
+    from fastweights.experiments.engine.sweep import sweep
 
     with (tmp_path / "screen").open("w+") as screen:
         console = Console(file=screen, force_terminal=True, width=200)

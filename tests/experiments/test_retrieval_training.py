@@ -8,8 +8,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from fastweights.training import retrieval_cuda
-from fastweights.training.retrieval import MODELS, Cell, RetrievalConfig, RetrievalResult, train, train_cell
+from fastweights.training.tasks import retrieval_cuda
+from fastweights.training.tasks.retrieval import MODELS, Cell, RetrievalConfig, RetrievalResult, train, train_cell
 
 
 def config(model="dpfp-1", setting=1, size=10, **options):

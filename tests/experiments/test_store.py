@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from fastweights import provenance
+from fastweights.common import provenance
+from fastweights.common.files import write_atomically
 from fastweights.experiments import EXPERIMENTS
-from fastweights.experiments.base import BadInput, Cell, Outcome, Selection
-from fastweights.experiments.store import FORMAT, Store, assembly
-from fastweights.experiments.sweep import sweep
-from fastweights.files import write_atomically
+from fastweights.experiments.engine.experiment import BadInput, Cell, Outcome, Selection
+from fastweights.experiments.engine.store import FORMAT, Store, assembly
+from fastweights.experiments.engine.sweep import sweep
 from tests.experiments.fakes import Training, record
 
 FIG2, FIG3, FIG4, FIG5 = (EXPERIMENTS[name] for name in ("fig2", "fig3", "fig4", "fig5"))
@@ -185,7 +185,7 @@ def test_killed_in_the_middle_of_a_write(store, training):
     cell = FIG2.cells("smoke")[0]
     path = store.folder("fig2") / "cells" / f"{cell.slug}.json"
     script = (
-        "import os, sys; from pathlib import Path; from fastweights.files import write_atomically\n"
+        "import os, sys; from pathlib import Path; from fastweights.common.files import write_atomically\n"
         "os.fsync = lambda file: os._exit(9)\n"
         "write_atomically(Path(sys.argv[1]), b'half')"
     )

@@ -14,10 +14,12 @@ from typer.testing import CliRunner
 from fastweights.commands import progress
 from fastweights.commands import reproduce as commands
 from fastweights.data.prepare import prepare
-from fastweights.experiments import EXPERIMENTS, language, text
-from fastweights.experiments.base import Request, Results, Setup
-from fastweights.experiments.trained import POINTS, forget_others, measurements
-from fastweights.training.task import Score
+from fastweights.experiments import EXPERIMENTS
+from fastweights.experiments.engine import corpus as text
+from fastweights.experiments.engine import language
+from fastweights.experiments.engine.experiment import Request, Results, Setup
+from fastweights.experiments.engine.runner import POINTS, forget_others, measurements
+from fastweights.training.engine.task import Score
 from tests.experiments.language_fakes import record
 from tests.training.small_text import write_text
 
@@ -110,7 +112,7 @@ def test_an_interrupted_cell_goes_on(whole, tmp_path):
 
 
 def test_an_evaluation_is_not_repeated(whole, tmp_path, monkeypatch):
-    from fastweights.training import evaluate
+    from fastweights.training.tasks import evaluate
 
     chosen, data, expected = whole
     calls, measure = [], evaluate.measure
@@ -215,7 +217,7 @@ def test_nothing_compiled_is_left_to_the_next_cell():
 
 
 def test_a_failure_in_a_cell_is_told(corpus, tmp_path):
-    from fastweights.experiments.base import BadInput
+    from fastweights.experiments.engine.experiment import BadInput
 
     chosen, data = cells("table2", ("delta",))
     changed = [type(cell)({**cell.config, "corpus": {**cell.config["corpus"], "fingerprint": "0"}}) for cell in chosen]

@@ -8,15 +8,16 @@ import pytest
 
 from fastweights.commands.progress import _outcome
 from fastweights.data.manifest import DataError
-from fastweights.data.parallel import ParallelCorpus
+from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.prepare import prepare
-from fastweights.experiments import EXPERIMENTS, table1_cells
-from fastweights.experiments.base import BadInput, Record, Request, Results, Selection
-from fastweights.experiments.protocol import departures
-from fastweights.experiments.store import Store
-from fastweights.experiments.sweep import sweep
-from fastweights.experiments.table1 import PAPER
-from fastweights.experiments.table6 import measure
+from fastweights.experiments import EXPERIMENTS
+from fastweights.experiments.engine import translation as table1_cells
+from fastweights.experiments.engine.departures import departures
+from fastweights.experiments.engine.experiment import BadInput, Record, Request, Results, Selection
+from fastweights.experiments.engine.store import Store
+from fastweights.experiments.engine.sweep import sweep
+from fastweights.experiments.paper.table1 import PAPER
+from fastweights.experiments.paper.table6 import measure
 from fastweights.report.build import build
 from fastweights.report.tables import losses
 from tests.data.corpora import write_wikitext

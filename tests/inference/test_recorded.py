@@ -7,12 +7,12 @@ their memory alone.
 import pytest
 import torch
 
+from fastweights.common.tree import tensors_of
 from fastweights.inference import recorded
 from fastweights.inference.beam import beam_search
 from fastweights.inference.recorded import RecordedStep
 from fastweights.inference.stream import Stream
 from fastweights.inference.translate import RecordedDecoder, refusal, translate
-from fastweights.tree import tensors_of
 from tests.inference.test_beam import sharp, sources
 from tests.inference.test_stream import CONSTANT, MODELS, text
 from tests.models.test_translation import MODELS as MODELS_OF_TRANSLATION

@@ -7,7 +7,7 @@ gradient of the decay in `random_call("gated_delta", None, 2, 1, 1, 8, 8)` was o
 import torch
 from torch.nn.functional import pad
 
-from fastweights.ops.backends.triton.configs import HALF, TF32, configuration
+from fastweights.ops.gpu.memory.variants import HALF, TF32, configuration
 
 
 def recurrence(q, k, v, a, e, w, W, packed, dtype):

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import gradcheck
 
 from fastweights.ops import family
-from fastweights.ops.backends import cpu
+from fastweights.ops.cpu import backend as cpu
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
 from tests.ops.calls import FAMILY, NORMALIZATIONS, gradients, random_call, relative_error

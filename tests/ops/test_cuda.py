@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fastweights.benchmarks import kernel_checks, kernel_forms
-from fastweights.ops.backends.triton import self_check
 from fastweights.ops.features import Features
+from fastweights.ops.gpu.memory import self_check
 from tests.ops.calls import FAMILY, NORMALIZATIONS, gradients, random_call, relative_error
 
 pytestmark = [

@@ -6,8 +6,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastweights.ops.backends.triton.configs import configuration
 from fastweights.ops.chunked import chunk_length
+from fastweights.ops.gpu.memory.variants import configuration
 from tests.ops.calls import random_call
 
 
@@ -79,7 +79,8 @@ class NoKernel:
 def test_kernels_over_groups_hold_nothing_that_is_not_needed(monkeypatch):
     """A slot for each chunk, and no gradient of the states between groups when those of queries and keys are made."""
     pytest.importorskip("triton")
-    from fastweights.ops.backends.triton import launch, walks
+    from fastweights.ops.gpu.memory import grouped as walks
+    from fastweights.ops.gpu.memory import plan as launch
 
     monkeypatch.setattr(launch, "_plans", {})
     for name in ("invert_chunks", "walk_forward", "walk_backward", "chunk_gradients"):

@@ -5,7 +5,7 @@ import torch
 
 import fastweights as fw
 from fastweights.ops import family
-from fastweights.ops.backends.triton.configs import TABLE
+from fastweights.ops.gpu.memory.variants import TABLE
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
 from tests.ops import emulated_kernels

@@ -11,9 +11,13 @@ import pytest
 import torch
 
 from fastweights.ops import chunked, family
-from fastweights.ops.backends import BACKENDS, select, triton
-from fastweights.ops.backends.triton import configs, self_check
-from fastweights.ops.backends.triton.configs import (
+from fastweights.ops.backends import BACKENDS, select
+from fastweights.ops.features import PLAIN, Features
+from fastweights.ops.gpu import memory as triton
+from fastweights.ops.gpu.memory import self_check
+from fastweights.ops.gpu.memory import variants as configs
+from fastweights.ops.gpu.memory.kinds import Kind
+from fastweights.ops.gpu.memory.variants import (
     FEW,
     LONG,
     MAPPED_ROWS,
@@ -25,8 +29,6 @@ from fastweights.ops.backends.triton.configs import (
     plain_rows,
     power_of_two,
 )
-from fastweights.ops.backends.triton.kinds import Kind
-from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
 from tests.ops.calls import FAMILY, random_call
@@ -353,7 +355,7 @@ def test_the_check_does_not_wait_for_pytorch_s_compiler():
     """Nor for its symbolic shapes. Importing them takes longer than compiling the kernels."""
     script = """
 import sys, torch
-from fastweights.ops.backends.triton import self_check
+from fastweights.ops.gpu.memory import self_check
 from tests.ops import test_self_check as ours
 self_check._kernels = lambda: (ours.forward, ours.backward)
 verdict = self_check.check(ours.a_kind(), 2, torch.device("cpu"))

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from fastweights.ops.backends.triton.configs import (
+from fastweights.ops.features import PLAIN, Features
+from fastweights.ops.gpu.memory.variants import (
     TABLE,
     Config,
     configuration,
     holds_features,
     plain_rows,
 )
-from fastweights.ops.features import PLAIN, Features
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -25,7 +25,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from fastweights.ops.backends.triton import launch, one_token, token_backward, token_forward, walks  # noqa: E402
+from fastweights.ops.gpu.memory import grouped as walks  # noqa: E402
+from fastweights.ops.gpu.memory import plan as launch  # noqa: E402
+from fastweights.ops.gpu.memory.kernels import one_token  # noqa: E402
+from fastweights.ops.gpu.memory.kernels import recurrent_backward as token_backward  # noqa: E402
+from fastweights.ops.gpu.memory.kernels import recurrent_forward as token_forward  # noqa: E402
 
 # Bytes of shared memory that one block may ask for.
 SHARED = {80: 163 * 1024, 90: 227 * 1024}

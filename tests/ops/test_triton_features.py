@@ -10,9 +10,9 @@ from fastweights.feature_maps import feature_map
 from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.ops import chunked
 from fastweights.ops.backends import may_fuse, why_unfused
-from fastweights.ops.backends.triton.configs import IEEE, Config, configuration, power_of_two
-from fastweights.ops.backends.triton.ops import recurrence, walk
 from fastweights.ops.features import Features
+from fastweights.ops.gpu.memory.autograd import recurrence, walk
+from fastweights.ops.gpu.memory.variants import IEEE, Config, configuration, power_of_two
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.normalization import sum_normalize
 from fastweights.ops.problem import Problem

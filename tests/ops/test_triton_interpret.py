@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from fastweights.ops import chunked, family, reference
-from fastweights.ops.backends.triton import BACKEND, configs, self_check
-from fastweights.ops.backends.triton.configs import HALF, IEEE, TF32X3, Config, configuration, group_length
-from fastweights.ops.backends.triton.kinds import Kind
-from fastweights.ops.backends.triton.ops import recurrence, walk
 from fastweights.ops.features import PLAIN, Features
+from fastweights.ops.gpu.memory import BACKEND, self_check
+from fastweights.ops.gpu.memory import variants as configs
+from fastweights.ops.gpu.memory.autograd import recurrence, walk
+from fastweights.ops.gpu.memory.kinds import Kind
+from fastweights.ops.gpu.memory.variants import HALF, IEEE, TF32X3, Config, configuration, group_length
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
@@ -236,7 +237,7 @@ def test_groups_of_chunks(monkeypatch, rule, T, B, kernels):
 @pytest.mark.parametrize(("T", "B"), [(66, 2), (66, 1), (64, 2), (64, 1)])
 def test_groups_keep_what_whole_sequences_keep(monkeypatch, T, B):
     """The same states, inverses and errors, in the same slots: one for each chunk and no more."""
-    from fastweights.ops.backends.triton import walks
+    from fastweights.ops.gpu.memory import grouped as walks
 
     monkeypatch.setattr(configs, "LEAST_CHUNKS", 1)
     monkeypatch.setattr(configs, "LEAST_GROUPS", 2)

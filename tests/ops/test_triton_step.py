@@ -10,11 +10,11 @@ import torch
 
 from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.ops import family, memory, reference
-from fastweights.ops.backends.triton import self_check
-from fastweights.ops.backends.triton.kinds import StepKind
-from fastweights.ops.backends.triton.ops import recurrence, step_op, takes_step
 from fastweights.ops.family import takes_logits
 from fastweights.ops.features import Features
+from fastweights.ops.gpu.memory import self_check
+from fastweights.ops.gpu.memory.autograd import recurrence, step_op, takes_step
+from fastweights.ops.gpu.memory.kinds import StepKind
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES, Coefficients

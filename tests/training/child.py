@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fastweights.training import checkpoint as checkpoints
+from fastweights.training.runs import checkpoint as checkpoints
 from tests.training.tiny import TinyTask, run
 
 

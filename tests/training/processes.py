@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fastweights.data.parallel import ParallelCorpus
+from fastweights.data.pairs.corpus import ParallelCorpus
 from tests.training import small_pairs
 from tests.training.tiny import TinyBlocks, TinyTask, run
 

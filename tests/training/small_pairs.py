@@ -1,9 +1,9 @@
 """A few sentence pairs whose translation is their words in reverse order, and models to go with them."""
 
-from fastweights.data.parallel import ParallelCorpus
+from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.prepare import prepare
-from fastweights.training.loop import train
-from fastweights.training.translation import assemble_translation
+from fastweights.training.engine.loop import train
+from fastweights.training.tasks.translation import assemble_translation
 from tests.data.pair_files import write_parallel
 
 from .tiny import quiet

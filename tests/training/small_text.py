@@ -6,10 +6,10 @@ import random
 import torch
 
 from fastweights.data.prepare import prepare
-from fastweights.data.tokens import Corpus
+from fastweights.data.text.corpus import Corpus
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig
-from fastweights.training.language import LanguageTask, assemble
-from fastweights.training.loop import train
+from fastweights.training.engine.loop import train
+from fastweights.training.tasks.language import LanguageTask, assemble
 
 from .tiny import quiet
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from fastweights.common.tree import map_tensors, pack, unpack
 from fastweights.ops.state import FastWeightState
-from fastweights.training import checkpoint as checkpoints
-from fastweights.training.checkpoint import CheckpointError, CheckpointStore, Contents, load_weights, read
-from fastweights.training.logger import read_log
-from fastweights.training.snapshot import weights_of
-from fastweights.training.task import Outcome
-from fastweights.tree import map_tensors, pack, unpack
+from fastweights.training.engine.task import Outcome
+from fastweights.training.runs import checkpoint as checkpoints
+from fastweights.training.runs.checkpoint import CheckpointError, CheckpointStore, Contents, load_weights, read
+from fastweights.training.runs.log import read_log
+from fastweights.training.runs.snapshot import weights_of
 
 from .tiny import TinyTask, losses, quiet, run
 
@@ -170,7 +170,7 @@ def test_a_disk_that_is_full_at_the_end(tmp_path, monkeypatch):
 
 
 def test_a_log_that_cannot_be_written_does_not_stop_training(tmp_path, monkeypatch):
-    from fastweights.training.logger import JsonLines
+    from fastweights.training.runs.log import JsonLines
 
     def full(self, record):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -8,9 +8,9 @@ from torch._dynamo.testing import CompileCounter
 
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.presets import PRESETS
-from fastweights.training.distributed import launch
-from fastweights.training.learner import Learner
-from fastweights.training.signals import Interrupted
+from fastweights.training.engine.distributed import launch
+from fastweights.training.engine.learner import Learner
+from fastweights.training.runs.signals import Interrupted
 
 from .small_text import MIXERS
 from .test_loop import StopsAt
@@ -134,7 +134,7 @@ def test_stretches_on_cuda(tmp_path, precision, graph):
 
 @pytest.mark.gpu
 def test_late_news_of_divergence_name_the_step_and_leave_the_weights(tmp_path):
-    from fastweights.training.diagnosis import Diverged
+    from fastweights.training.engine.diagnosis import Diverged
 
     with pytest.raises(Diverged) as stopped:
         run(tmp_path, TinyTask(poison=6), accelerator="cuda", log_every=12, eval_every=None, checkpoint_every=None)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fastweights.data.parallel import ParallelCorpus
-from fastweights.training.distributed import launch
-from fastweights.training.logger import read_log
+from fastweights.data.pairs.corpus import ParallelCorpus
+from fastweights.training.engine.distributed import launch
+from fastweights.training.runs.log import read_log
 
 from . import small_pairs
 from .tiny import TinyBlocks, TinyTask, config, losses, quiet, run

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from fastweights.data.tokens import TokenStream
-from fastweights.training.evaluate import Perplexity, Protocol, measure, protocol
+from fastweights.data.text.corpus import TokenStream
+from fastweights.training.tasks.evaluate import Perplexity, Protocol, measure, protocol
 
 from .small_text import random_model
 

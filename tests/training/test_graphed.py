@@ -7,10 +7,11 @@ and knows its inputs by their memory alone.
 import pytest
 import torch
 
-from fastweights.training import graphed, learner
-from fastweights.training.graphed import PATIENCE, REHEARSALS, Recorder, refusal
-from fastweights.training.signals import Interrupted
-from fastweights.tree import map_tensors, signature, tensors_of
+from fastweights.common.tree import map_tensors, signature, tensors_of
+from fastweights.training.engine import capture as graphed
+from fastweights.training.engine import learner
+from fastweights.training.engine.capture import PATIENCE, REHEARSALS, Recorder, refusal
+from fastweights.training.runs.signals import Interrupted
 
 from .test_loop import StopsAt
 from .tiny import EPOCH, TinyBatch, TinyTask, config, losses, run

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from fastweights.models.presets import RECIPES
-from fastweights.training.evaluate import Protocol, measure
-from fastweights.training.folder import RunError
-from fastweights.training.language import LanguageTask, plan
-from fastweights.training.language_run import LanguageRun, keep_vocabulary
-from fastweights.training.signals import Interrupted
+from fastweights.training.runs.folder import RunError
+from fastweights.training.runs.language_run import LanguageRun, keep_vocabulary
+from fastweights.training.runs.signals import Interrupted
+from fastweights.training.tasks.evaluate import Protocol, measure
+from fastweights.training.tasks.language import LanguageTask, plan
 
 from .small_text import MIXERS, run, small_corpus, small_task
 from .tiny import losses
@@ -199,7 +199,7 @@ def test_describes_itself_for_json(corpus):
     ],
 )
 def test_what_cannot_work_is_refused(corpus, mixer, settings, message):
-    from fastweights.training.language import assemble
+    from fastweights.training.tasks.language import assemble
 
     from .small_text import SMALL
 

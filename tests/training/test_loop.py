@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from fastweights.training.checkpoint import CheckpointError, load_weights
-from fastweights.training.diagnosis import Diverged
-from fastweights.training.folder import RunError
-from fastweights.training.logger import read_log
-from fastweights.training.signals import Interrupted
-from fastweights.training.task import Outcome, Score
+from fastweights.training.engine.diagnosis import Diverged
+from fastweights.training.engine.task import Outcome, Score
+from fastweights.training.runs.checkpoint import CheckpointError, load_weights
+from fastweights.training.runs.folder import RunError
+from fastweights.training.runs.log import read_log
+from fastweights.training.runs.signals import Interrupted
 
 from .tiny import EPOCH, TinyTask, config, losses, quiet, run
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from fastweights.training.config import TrainingConfig
-from fastweights.training.muon import MOMENTUM, Muon, hidden_weights, orthogonalize
-from fastweights.training.optim import make_optimizer, set_learning_rate, step_scaled
-from fastweights.training.signals import Interrupted
+from fastweights.training.engine.config import TrainingConfig
+from fastweights.training.engine.muon import MOMENTUM, Muon, hidden_weights, orthogonalize
+from fastweights.training.engine.optim import make_optimizer, set_learning_rate, step_scaled
+from fastweights.training.runs.signals import Interrupted
 
 from .test_graphed import captured  # noqa: F401
 from .test_loop import StopsAt

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastweights.training.optim import (
+from fastweights.training.engine.optim import (
     global_norm,
     learning_rate,
     local_gradients,

@@ -9,16 +9,16 @@ import sys
 import pytest
 import torch
 
-from fastweights.data.parallel import BOS, EOS, ParallelCorpus
+from fastweights.data.pairs.corpus import BOS, EOS, ParallelCorpus
 from fastweights.data.prepare import prepare
 from fastweights.inference.translate import translate
 from fastweights.models.translation_config import ATTENTIONS
-from fastweights.training.folder import RunError
-from fastweights.training.loop import train
-from fastweights.training.optim import learning_rate
-from fastweights.training.signals import Interrupted
-from fastweights.training.translation import TranslationTask, assemble_translation, bleu, plan_translation
-from fastweights.training.translation_run import TranslationRun, keep_tokenizer
+from fastweights.training.engine.loop import train
+from fastweights.training.engine.optim import learning_rate
+from fastweights.training.runs.folder import RunError
+from fastweights.training.runs.signals import Interrupted
+from fastweights.training.runs.translation_run import TranslationRun, keep_tokenizer
+from fastweights.training.tasks.translation import TranslationTask, assemble_translation, bleu, plan_translation
 from tests.data.pair_files import write_set
 
 from .small_pairs import SMALL, run, small_pairs, small_translation

@@ -9,10 +9,10 @@ from rich.console import Console
 from torch import nn
 
 from fastweights.layers.fast_weight import FastWeightAttention
-from fastweights.training.config import TrainingConfig
-from fastweights.training.logger import read_log
-from fastweights.training.loop import train
-from fastweights.training.task import Outcome, Task
+from fastweights.training.engine.config import TrainingConfig
+from fastweights.training.engine.loop import train
+from fastweights.training.engine.task import Outcome, Task
+from fastweights.training.runs.log import read_log
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 11, 8, 4, 6
 EPOCH = 5

@@ -15,9 +15,9 @@ from torch import Tensor
 import fastweights as fw
 from fastweights.benchmarks.gpu_timing import short
 from fastweights.ops import family
-from fastweights.ops.backends.triton import self_check
-from fastweights.ops.backends.triton.configs import plain_rows
-from fastweights.ops.backends.triton.kinds import AnyKind, Kind
+from fastweights.ops.gpu.memory import self_check
+from fastweights.ops.gpu.memory.kinds import AnyKind, Kind
+from fastweights.ops.gpu.memory.variants import plain_rows
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
 

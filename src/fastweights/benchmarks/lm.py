@@ -23,18 +23,18 @@ from torch import Tensor, nn
 
 from fastweights.benchmarks.gpu_timing import kernel_times
 from fastweights.benchmarks.record import write_record
-from fastweights.data.tokens import Corpus, TokenStream
-from fastweights.data.vocabulary import WordVocabulary
+from fastweights.common.tables import look_up
+from fastweights.data.text.corpus import Corpus, TokenStream
+from fastweights.data.text.vocabulary import WordVocabulary
 from fastweights.layers.adaptive import AdaptiveSoftmax
 from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.layers.feedforward import FeedForward
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.presets import PRESETS, RECIPES
-from fastweights.ops.tables import look_up
-from fastweights.training.distributed import launch
-from fastweights.training.graphed import REHEARSALS
-from fastweights.training.language import LanguageTask, assemble
-from fastweights.training.learner import Learner
+from fastweights.training.engine.capture import REHEARSALS
+from fastweights.training.engine.distributed import launch
+from fastweights.training.engine.learner import Learner
+from fastweights.training.tasks.language import LanguageTask, assemble
 
 # Name -> mixer and rule of `assemble`.
 MODELS: dict[str, dict[str, str]] = {

@@ -23,9 +23,9 @@ from rich.table import Table
 from fastweights.benchmarks import lm
 from fastweights.benchmarks.lm import AGREEMENT, MODELS, SEED, WAYS
 from fastweights.benchmarks.record import write_record
-from fastweights.data.tokens import Corpus
+from fastweights.common.tables import look_up
+from fastweights.data.text.corpus import Corpus
 from fastweights.models.presets import RECIPES
-from fastweights.ops.tables import look_up
 
 # Perplexities may differ by so much, relatively.
 ENDING = 1e-2

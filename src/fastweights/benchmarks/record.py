@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fastweights.files import write_atomically
-from fastweights.provenance import commit, hardware, versions
+from fastweights.common.files import write_atomically
+from fastweights.common.provenance import commit, hardware, versions
 
 
 def write_record(

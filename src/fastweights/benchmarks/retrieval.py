@@ -24,7 +24,7 @@ from fastweights.models.retrieval_algebra import pair
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.normalization import sum_normalize
 from fastweights.ops.state import FastWeightState
-from fastweights.training.retrieval import Cell, RetrievalConfig
+from fastweights.training.tasks.retrieval import Cell, RetrievalConfig
 
 Loss = Callable[[RetrievalModel, Batch], Tensor]
 SEED = 1

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fastweights.benchmarks.record import write_record
+from fastweights.common.tables import look_up
 from fastweights.inference.stream import Stream
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.presets import MIXER_CHOICES, PRESETS
-from fastweights.ops.tables import look_up
 
 # Tokens timed after each past; the median counts.
 TIMED = 50

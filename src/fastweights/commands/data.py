@@ -58,8 +58,8 @@ def data(
     list_: Annotated[bool, typer.Option("--list", help="Show the kinds of corpus and where each can be had.")] = False,
 ) -> None:
     """Prepare a corpus for training: build its vocabulary, write its tokens, and record counts and checksums."""
-    from fastweights.data.kinds import KINDS
     from fastweights.data.prepare import prepare
+    from fastweights.data.registry import KINDS
 
     if list_:
         for name, row in KINDS.items():

@@ -15,7 +15,7 @@ from fastweights.commands.results import as_json, counting, leave, provenance_of
 from fastweights.commands.training_options import say
 
 if TYPE_CHECKING:
-    from fastweights.training.evaluate import Perplexity
+    from fastweights.training.tasks.evaluate import Perplexity
 
 app = typer.Typer(help="Measure a trained model.", no_args_is_help=True)
 app.command()(mt)
@@ -57,10 +57,10 @@ def lm(
     The paper's numbers are those of `--protocol sliding`, and in Table 4 of `--protocol carried`.
     """
     with run_errors():
-        from fastweights.data.documents import mark_documents
-        from fastweights.ops.tables import look_up
-        from fastweights.training import evaluate
-        from fastweights.training.language_run import LanguageRun
+        from fastweights.common.tables import look_up
+        from fastweights.data.text.documents import mark_documents
+        from fastweights.training.runs.language_run import LanguageRun
+        from fastweights.training.tasks import evaluate
 
         look_up(dict.fromkeys(("valid", "test")), split, "split")
         look_up(dict.fromkeys(("best", "last")), checkpoint, "checkpoint")

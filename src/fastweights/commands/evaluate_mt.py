@@ -36,11 +36,11 @@ def mt(
     The score is that of the text as people write it, against the references as they were read.
     """
     with run_errors(ImportError):
+        from fastweights.common.tables import look_up
         from fastweights.inference.beam import Search
         from fastweights.inference.translate import translate
-        from fastweights.ops.tables import look_up
-        from fastweights.training.bleu import bleu, require_sacrebleu
-        from fastweights.training.translation_run import TranslationRun
+        from fastweights.training.runs.translation_run import TranslationRun
+        from fastweights.training.tasks.bleu import bleu, require_sacrebleu
 
         require_sacrebleu()
         look_up(dict.fromkeys(("valid", "test")), split, "split")

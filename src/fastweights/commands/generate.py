@@ -16,7 +16,7 @@ from fastweights.commands.results import run_errors
 from fastweights.commands.training_options import say
 
 if TYPE_CHECKING:
-    from fastweights.data.vocabulary import Vocabulary
+    from fastweights.data.text.vocabulary import Vocabulary
     from fastweights.inference.stream import SlidingWindow, Stream
 
 
@@ -40,11 +40,11 @@ def generate(
     the end of a window, as those of the paper do, reads the last words again for each new one.
     """
     with run_errors():
+        from fastweights.common.tables import look_up
         from fastweights.inference.sample import Sampling
         from fastweights.inference.sample import generate as words
         from fastweights.inference.stream import open_reader
-        from fastweights.ops.tables import look_up
-        from fastweights.training.language_run import LanguageRun
+        from fastweights.training.runs.language_run import LanguageRun
 
         if tokens < 1:
             raise ValueError(f"--tokens must be at least 1, got {tokens}")
@@ -77,7 +77,7 @@ def generate(
 
 def _encode(prompt: str, vocabulary: Vocabulary) -> list[int]:
     """The numbers of the prompt, with a note on words that are not in the vocabulary."""
-    from fastweights.data.vocabulary import UNKNOWN, WordVocabulary, split_words
+    from fastweights.data.text.vocabulary import UNKNOWN, WordVocabulary, split_words
 
     numbers = vocabulary.encode(prompt)
     if isinstance(vocabulary, WordVocabulary):

@@ -16,7 +16,7 @@ from fastweights.ops.rules import RULES
 
 def check() -> bool:
     """Compare every shipped kernel configuration with float64 on this GPU, print how far off it is; are all right?"""
-    from fastweights.ops.backends.triton import self_check
+    from fastweights.ops.gpu.memory import self_check
 
     console = Console()
     if reason := BACKENDS["triton"].unavailable():

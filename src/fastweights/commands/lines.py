@@ -23,7 +23,7 @@ def waiting_lines(file: BinaryIO, name: str, window: int = WINDOW) -> Iterator[l
     Raises:
         DataError: a line is not UTF-8; it is named by `name` and its number.
     """
-    from fastweights.data.aligned import decode_line
+    from fastweights.data.pairs.files import decode_line
 
     lines: list[bytes] = []
     rest, done, until, more = b"", 0, 0.0, True

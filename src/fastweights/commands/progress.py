@@ -11,7 +11,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from fastweights.experiments.base import Cell, Experiment, Record
+from fastweights.experiments.engine.experiment import Cell, Experiment, Record
 from fastweights.report.tables import format_loss, format_seconds
 
 _SHOWN = 6

@@ -17,8 +17,8 @@ from fastweights.commands.device import pick_device
 from fastweights.commands.training_options import read_settings
 
 if TYPE_CHECKING:
-    from fastweights.experiments.base import Cell, Experiment, Request, Selection
-    from fastweights.experiments.store import Store
+    from fastweights.experiments.engine.experiment import Cell, Experiment, Request, Selection
+    from fastweights.experiments.engine.store import Store
     from fastweights.report.build import Chapter
 
 _EXTRAS = {"matplotlib": "experiments", "lightning": "train", "sacrebleu": "mt", "tokenizers": "mt"}
@@ -59,8 +59,8 @@ def reproduce(
 
     Every cell is kept as soon as it is trained: the same command goes on where an interrupted one stopped.
     """
-    from fastweights.experiments.base import Request
-    from fastweights.experiments.sweep import sweep
+    from fastweights.experiments.engine.experiment import Request
+    from fastweights.experiments.engine.sweep import sweep
 
     with _input_errors():
         store = _store(out)
@@ -106,7 +106,7 @@ def report(
     ] = None,
 ) -> None:
     """Draw the plots and the page from whatever results there are, without training anything."""
-    from fastweights.ops.tables import look_up
+    from fastweights.common.tables import look_up
 
     with _input_errors():
         metric = look_up({"best": "best_loss", "last": "last_loss"}, loss, "loss")
@@ -123,7 +123,7 @@ def report(
 
 @contextmanager
 def _input_errors() -> Iterator[None]:
-    from fastweights.experiments.base import BadInput
+    from fastweights.experiments.engine.experiment import BadInput
 
     try:
         yield
@@ -137,14 +137,14 @@ def _say(message: str) -> None:
 
 
 def _store(out: Path) -> Store:
-    from fastweights.experiments.store import Store
+    from fastweights.experiments.engine.store import Store
 
     return Store(out, lambda message: _say(f"Warning: {message}"))
 
 
 def _experiments(names: Sequence[str]) -> list[Experiment]:
+    from fastweights.common.tables import look_up
     from fastweights.experiments import EXPERIMENTS
-    from fastweights.ops.tables import look_up
 
     if not names:
         raise ValueError(f"name what to reproduce: {', '.join(EXPERIMENTS)}, or all; --list shows what each costs")
@@ -155,8 +155,8 @@ def _experiments(names: Sequence[str]) -> list[Experiment]:
 def _selection(
     experiments: Sequence[Experiment], scale: str, models: str | None, sizes: str | None, seeds: str | None
 ) -> Selection:
-    from fastweights.experiments.base import SCALES, Selection
-    from fastweights.ops.tables import look_up
+    from fastweights.common.tables import look_up
+    from fastweights.experiments.engine.experiment import SCALES, Selection
 
     look_up(SCALES, scale, "scale")
     known = {model: model for experiment in experiments for model in experiment.models}
@@ -192,7 +192,7 @@ def _plans(
     experiments: Sequence[Experiment], scale: str, selection: Selection, request: Request, settings: list[str]
 ) -> list[tuple[Experiment, list[Cell], Path | None]]:
     """The cells of each experiment that has any, and where its data lie; nothing is trained before all are known."""
-    from fastweights.experiments.base import BadInput
+    from fastweights.experiments.engine.experiment import BadInput
 
     chosen = [experiment for experiment in experiments if experiment.grid(scale, selection)]
     for experiment in experiments:
@@ -233,7 +233,7 @@ def _print_list(store: Store) -> None:
     from rich.table import Table
 
     from fastweights.experiments import EXPERIMENTS
-    from fastweights.experiments.base import SCALES
+    from fastweights.experiments.engine.experiment import SCALES
     from fastweights.report.tables import format_seconds
 
     table = Table("name", "what", *(f"at scale {scale}" for scale in SCALES), "results", pad_edge=False, box=None)

@@ -15,7 +15,7 @@ from fastweights.commands.training_options import say
 
 def provenance_of(device: str) -> dict[str, Any]:
     """Which code and machine a number is from."""
-    from fastweights import provenance
+    from fastweights.common import provenance
 
     about = {"commit": provenance.commit(), "hardware": provenance.hardware(device), "device": device}
     return {**about, "versions": provenance.versions()}
@@ -26,7 +26,7 @@ def leave(files: Mapping[Path, str], *lines: str) -> None:
 
     A file that cannot be written costs nothing else; it ends the command with exit code 1 after all the rest.
     """
-    from fastweights.files import write_atomically
+    from fastweights.common.files import write_atomically
 
     written = []
     for path, text in files.items():
@@ -49,8 +49,8 @@ def as_json(record: dict[str, Any]) -> str:
 @contextmanager
 def run_errors(*more: type[Exception]) -> Iterator[None]:
     """Wrong input, or a run that cannot be used, ends the command with a sentence and exit code 2."""
-    from fastweights.training.checkpoint import CheckpointError
-    from fastweights.training.folder import RunError
+    from fastweights.training.runs.checkpoint import CheckpointError
+    from fastweights.training.runs.folder import RunError
 
     known: tuple[type[Exception], ...] = (ValueError, TypeError, RunError, CheckpointError, *more)
     try:

@@ -41,9 +41,9 @@ from fastweights.commands.training_options import (
 from fastweights.data.places import EMBEDDED
 
 if TYPE_CHECKING:
-    from fastweights.data.tokens import Corpus
-    from fastweights.training.language import LanguageTask
-    from fastweights.training.loop import Result
+    from fastweights.data.text.corpus import Corpus
+    from fastweights.training.engine.loop import Result
+    from fastweights.training.tasks.language import LanguageTask
 
 app = typer.Typer(help="Train a model; the same command goes on with a run that was stopped.", no_args_is_help=True)
 app.command()(mt)
@@ -95,8 +95,8 @@ def lm(
     """
     with interruptible():
         with input_errors(ValueError, TypeError):
-            from fastweights.training.language import FIELDS, assemble
-            from fastweights.training.language_run import keep_vocabulary
+            from fastweights.training.runs.language_run import keep_vocabulary
+            from fastweights.training.tasks.language import FIELDS, assemble
 
             given: dict[str, Any] = {"steps": steps, "batch_size": batch, "segment": length, "lr": lr}
             given |= {"warmup": warmup, "seed": seed, "precision": PRECISIONS.get(str(precision), precision)}
@@ -146,8 +146,8 @@ def _conclude(task: LanguageTask, result: Result, out: Path) -> None:
 
 def _check_names(preset: str, mixer: str) -> None:
     """Before a corpus is prepared for a model that there is not."""
+    from fastweights.common.tables import look_up
     from fastweights.models.presets import MIXER_CHOICES, PRESETS
-    from fastweights.ops.tables import look_up
 
     look_up(PRESETS, preset, "preset")
     look_up(MIXER_CHOICES, mixer, "mixer")
@@ -169,7 +169,7 @@ def _map_options(chosen: dict[str, Any], mixer: str, nu: int | None, features: i
 
 
 def _corpus(folder: Path, prepare_it: bool) -> Corpus:
-    from fastweights.data.tokens import Corpus
+    from fastweights.data.text.corpus import Corpus
 
     if prepare_it:
         prepare_once("embedded", "the documentation of Python", folder)

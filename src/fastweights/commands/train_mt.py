@@ -39,9 +39,9 @@ from fastweights.commands.training_options import (
 from fastweights.data.places import NUMBERS
 
 if TYPE_CHECKING:
-    from fastweights.data.parallel import ParallelCorpus
-    from fastweights.training.loop import Result
-    from fastweights.training.translation import TranslationTask
+    from fastweights.data.pairs.corpus import ParallelCorpus
+    from fastweights.training.engine.loop import Result
+    from fastweights.training.tasks.translation import TranslationTask
 
 
 def mt(
@@ -84,8 +84,8 @@ def mt(
     """
     with interruptible():
         with input_errors(ValueError, TypeError, ImportError):
-            from fastweights.training.translation import FIELDS, assemble_translation, plan_translation
-            from fastweights.training.translation_run import keep_tokenizer
+            from fastweights.training.runs.translation_run import keep_tokenizer
+            from fastweights.training.tasks.translation import FIELDS, assemble_translation, plan_translation
 
             given: dict[str, Any] = {"steps": steps, "max_tokens": tokens, "lr": lr, "warmup": warmup, "seed": seed}
             given |= {"precision": PRECISIONS.get(str(precision), precision), "accumulate": accumulate}
@@ -138,7 +138,7 @@ def _conclude(corpus: ParallelCorpus, result: Result, out: Path) -> None:
 
 
 def _corpus(folder: Path, prepare_it: bool) -> ParallelCorpus:
-    from fastweights.data.parallel import ParallelCorpus
+    from fastweights.data.pairs.corpus import ParallelCorpus
 
     if prepare_it:
         prepare_once("numbers", "number words in English and German", folder)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 import typer
 
 if TYPE_CHECKING:
-    from fastweights.training.config import TrainingConfig
-    from fastweights.training.loop import Result
-    from fastweights.training.settings import Fields
-    from fastweights.training.task import Task
+    from fastweights.training.engine.config import TrainingConfig
+    from fastweights.training.engine.loop import Result
+    from fastweights.training.engine.settings import Fields
+    from fastweights.training.engine.task import Task
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
 
@@ -127,10 +127,10 @@ def run_training(
     """
     from rich.console import Console
 
-    from fastweights.training.checkpoint import CheckpointError
-    from fastweights.training.diagnosis import Diverged
-    from fastweights.training.folder import RunError
-    from fastweights.training.loop import train
+    from fastweights.training.engine.diagnosis import Diverged
+    from fastweights.training.engine.loop import train
+    from fastweights.training.runs.checkpoint import CheckpointError
+    from fastweights.training.runs.folder import RunError
 
     about = {**about, **_provenance()}
     try:
@@ -148,7 +148,7 @@ def run_training(
 def _provenance() -> dict[str, Any]:
     import torch
 
-    from fastweights import provenance
+    from fastweights.common import provenance
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     where = {"commit": provenance.commit(), "hardware": provenance.hardware(device), "versions": provenance.versions()}

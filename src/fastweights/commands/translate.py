@@ -34,10 +34,10 @@ def translate(
     Lines that are waiting are translated together, so that those of like length meet; nobody waits for lines to come.
     """
     with run_errors():
+        from fastweights.common.tables import look_up
         from fastweights.inference import translate as translation
         from fastweights.inference.beam import Search
-        from fastweights.ops.tables import look_up
-        from fastweights.training.translation_run import TranslationRun
+        from fastweights.training.runs.translation_run import TranslationRun
 
         look_up(dict.fromkeys(("best", "last")), checkpoint, "checkpoint")
         search = Search(beam=beam, length_penalty=length_penalty, n_best=n_best, max_length=max_length)

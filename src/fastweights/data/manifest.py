@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fastweights.files import write_atomically
+from fastweights.common.files import write_atomically
 
 FORMAT = 1
 SPLITS = ("train", "valid", "test")

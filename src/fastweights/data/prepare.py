@@ -10,9 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import fastweights
-from fastweights.data import bpe
-from fastweights.data.aligned import language_of
-from fastweights.data.kinds import KINDS, PUBLISHED_SETS, Found, Kind, Request
+from fastweights.common.tables import look_up
 from fastweights.data.manifest import (
     FORMAT,
     SPLITS,
@@ -26,8 +24,10 @@ from fastweights.data.manifest import (
     read_manifest,
     silent,
 )
+from fastweights.data.pairs import bpe
+from fastweights.data.pairs.files import language_of
+from fastweights.data.registry import KINDS, PUBLISHED_SETS, Found, Kind, Request
 from fastweights.data.sources import Source, fetch
-from fastweights.ops.tables import look_up
 
 _LEAST = {"min_count": 1, "max_words": 2, "vocab": bpe.LEAST, "pairs": 1, "held_out": 1, "highest": 999}
 

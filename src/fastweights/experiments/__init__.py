@@ -1,6 +1,8 @@
 """The paper's figures and tables, one file each. To add one, write its file and add it here."""
 
-from fastweights.experiments import (
+from fastweights.experiments.beyond import wikipedia, wikipedia_fast, wikitext2
+from fastweights.experiments.engine.experiment import Experiment
+from fastweights.experiments.paper import (
     fig1_dpfp,
     fig2_capacity,
     fig3_update_rules,
@@ -13,11 +15,7 @@ from fastweights.experiments import (
     table4,
     table5,
     table6,
-    wikipedia,
-    wikipedia_fast,
-    wikitext2,
 )
-from fastweights.experiments.base import Experiment
 
 _FIGURES = (fig1_dpfp, fig2_capacity, fig3_update_rules, fig4_curves600, fig5_capacity2)
 _TABLES = (table1, table2, table3, table4, table5, table6, wikitext2, wikipedia, wikipedia_fast, speed)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.tree import map_tensors, tensors_of
+from fastweights.common.tree import map_tensors, tensors_of
 
 
 def capture(work: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from fastweights.files import write_atomically
+from fastweights.common.files import write_atomically
 from fastweights.inference.recorded import RecordedStep
 from fastweights.layers.mixers import MIXERS
 from fastweights.models.language_model import LanguageModel, LanguageModelState

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.data.parallel import EOS, PAD, Tokenizer
+from fastweights.data.pairs.corpus import EOS, PAD, Tokenizer
 from fastweights.inference.beam import Search, beam_search
 from fastweights.inference.recorded import RecordedStep
 from fastweights.models.translation import Encoded, TranslationModel, TranslationState

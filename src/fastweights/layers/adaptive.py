@@ -14,10 +14,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from fastweights.common.tables import look_up
 from fastweights.layers import adaptive_check
 from fastweights.layers.adaptive_dense import TILE_BYTES, adaptive_nll, logits_of
 from fastweights.layers.adaptive_fused import configuration, fused_nll
-from fastweights.ops.tables import look_up
 
 BACKENDS = ("auto", "fused", "dense")
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastweights.common.tables import look_up
 from fastweights.feature_maps import DPFP, ELU, FeatureMap, ReLU, feature_map
 from fastweights.layers.checks import check_input, check_token, head_size
 from fastweights.ops.backends import may_fuse
@@ -16,7 +17,6 @@ from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.normalization import l2_normalize, sum_normalize
 from fastweights.ops.rules import Rule, update_rule
 from fastweights.ops.state import FastWeightState
-from fastweights.ops.tables import look_up
 
 # Maps that kernels compute from raw heads.
 _FUSED: dict[type[FeatureMap], str] = {ELU: "elu", ReLU: "relu", DPFP: "dpfp"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fastweights.common.tables import look_up
 from fastweights.layers import feedforward_fused
 from fastweights.layers.checks import check_dropout
-from fastweights.ops.tables import look_up
 
 BACKENDS = ("auto", "fused", "dense")
 

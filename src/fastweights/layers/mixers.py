@@ -10,11 +10,11 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from fastweights.common.tables import look_up
 from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.layers.relative import RelativeAttention, SegmentMemory
 from fastweights.layers.softmax import KeyValueState, SoftmaxAttention
 from fastweights.ops.state import FastWeightState, State
-from fastweights.ops.tables import look_up
 
 
 class Mixer(Protocol):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastweights.common.tables import look_up
 from fastweights.feature_maps import FEATURE_MAPS
 from fastweights.layers.adaptive import AdaptiveSoftmax, check_cutoffs
 from fastweights.layers.checks import check_dropout, head_size
@@ -24,7 +25,6 @@ from fastweights.layers.positions import DIRECTIONS, POSITIONS, encode_positions
 from fastweights.layers.relative import RelativeAttention
 from fastweights.ops.rules import RULES
 from fastweights.ops.state import State
-from fastweights.ops.tables import look_up
 
 NAMES: dict[str, tuple[str, ...]] = {
     "mixer": tuple(MIXERS),

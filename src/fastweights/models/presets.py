@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from fastweights.common.tables import look_up
 from fastweights.models.language_model import LanguageModelConfig
-from fastweights.ops.tables import look_up
 
 WIKITEXT103_WORDS, WIKITEXT103_CUTOFFS = 267_735, (20_000, 40_000, 200_000)
 WIKITEXT2_WORDS, WIKITEXT2_CUTOFFS = 33_278, (2_000, 10_000)

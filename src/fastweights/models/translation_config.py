@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+from fastweights.common.tables import look_up
 from fastweights.feature_maps import feature_map
 from fastweights.layers.checks import check_dropout, head_size
 from fastweights.layers.fast_weight import NORMALIZATIONS
 from fastweights.ops.rules import RULES
-from fastweights.ops.tables import look_up
 
 # The rows of Table 1: name -> feature map, None for softmax.
 ATTENTIONS: dict[str, str | None] = {"softmax": None, "linear": "elu", "performer": "favor", "dpfp": "dpfp"}

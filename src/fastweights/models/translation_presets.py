@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from fastweights.common.tables import look_up
 from fastweights.models.presets import ADDITIVE_NORMALIZATION
 from fastweights.models.translation_config import ATTENTIONS, POSITIONS, TranslationModelConfig
-from fastweights.ops.tables import look_up
 
 SUBWORDS = 32_000
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastweights.common.tables import look_up
 from fastweights.ops.normalization import sum_normalize
-from fastweights.ops.tables import look_up
 
 
 def elu(x: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastweights.common.tables import look_up
 from fastweights.ops.normalization import safe_divide
 from fastweights.ops.state import FastWeightState
-from fastweights.ops.tables import look_up
 
 NORMALIZATIONS = {"attention": None, "None": None}
 # Up to so many keys are multiplied in float32 at least.

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastweights.common.tables import look_up
 from fastweights.ops import backends
 from fastweights.ops.autograd import plain, wants_gradients
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import Rule, update_rule
 from fastweights.ops.state import FastWeightState
-from fastweights.ops.tables import look_up
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

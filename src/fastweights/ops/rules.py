@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.ops.tables import look_up
+from fastweights.common.tables import look_up
 
 Read = Callable[[Tensor, Tensor], Tensor]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fastweights.common.files import write_atomically
 from fastweights.experiments import EXPERIMENTS
-from fastweights.experiments.base import NOT_RUN, Claim, Experiment, Results
-from fastweights.experiments.store import Store
-from fastweights.files import write_atomically
+from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Experiment, Results
+from fastweights.experiments.engine.store import Store
 
 
 @dataclass(frozen=True)

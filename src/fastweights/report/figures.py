@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastweights.experiments.base import Experiment, Results
-from fastweights.experiments.retrieval import d_dot
+from fastweights.experiments.engine.experiment import Experiment, Results
+from fastweights.experiments.engine.retrieval import d_dot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

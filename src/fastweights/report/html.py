@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from fastweights.experiments.base import SCALES, Claim, Table, given_of
-from fastweights.experiments.protocol import departures
+from fastweights.experiments.engine.departures import departures
+from fastweights.experiments.engine.experiment import SCALES, Claim, Table, given_of
 from fastweights.report.tables import format_seconds, losses, tally
 
 if TYPE_CHECKING:

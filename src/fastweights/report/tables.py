@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from fastweights.experiments.base import NOT_RUN, Claim, Experiment, Results
+from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Experiment, Results
 
 
 def format_seconds(seconds: float) -> str:

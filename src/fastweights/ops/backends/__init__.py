@@ -7,11 +7,13 @@ import os
 import torch
 from torch import Tensor
 
-from fastweights.ops.backends import chunked, cpu, reference, triton
-from fastweights.ops.backends.base import Again, Backend
+from fastweights.common.tables import look_up
+from fastweights.ops.backend import Again, Backend
+from fastweights.ops.backends import chunked, reference
+from fastweights.ops.cpu import backend as cpu
 from fastweights.ops.features import PLAIN
+from fastweights.ops.gpu import memory as triton
 from fastweights.ops.problem import Problem
-from fastweights.ops.tables import look_up
 
 BACKENDS: dict[str, Backend] = {module.BACKEND.name: module.BACKEND for module in (triton, cpu, chunked, reference)}
 

@@ -1,7 +1,7 @@
 """Backend `chunked`: the family's recurrence by `ops.chunked`."""
 
 from fastweights.ops import chunked, family
-from fastweights.ops.backends.base import Backend
+from fastweights.ops.backend import Backend
 from fastweights.ops.problem import Problem
 
 

@@ -1,7 +1,7 @@
 """Backend `reference`: the loop of `ops.reference`."""
 
 from fastweights.ops import reference
-from fastweights.ops.backends.base import Backend
+from fastweights.ops.backend import Backend
 
 BACKEND = Backend(
     name="reference",

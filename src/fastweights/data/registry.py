@@ -1,0 +1,291 @@
+"""The kinds of corpus: how to find the files of each and build it. To add one, add a row to KINDS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastweights.data.manifest import SPLITS, DataError, Report, silent
+from fastweights.data.pairs import numbers
+from fastweights.data.pairs.build import BuiltPairs, build_found, find_pairs
+from fastweights.data.sources import Hub, Source, count_lines, find, text, write_wikitext, write_wmt
+from fastweights.data.text import embedded
+from fastweights.data.text.build import Built, build_bytes, build_ids, build_words
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to prepare; the options are those of the command."""
+
+    source: Path | None = None
+    valid: Path | None = None
+    test: Path | None = None
+    min_count: int = 1
+    max_words: int | None = None
+    source_language: str = "en"
+    target_language: str = "de"
+    vocab: int = 32_000
+    pairs: int = 0
+    held_out: int = 0
+    highest: int = 0
+    report: Report = silent
+
+    def progress(self, split: str) -> Callable[[float], None]:
+        return lambda fraction: self.report(f"reading {split}", fraction)
+
+
+class Official(NamedTuple):
+    """What the published corpus is known to have."""
+
+    name: str
+    words: int
+    train: int
+    valid: int
+    test: int
+    content: str = ""
+
+    def differences(self, built: Built) -> list[str]:
+        """What was built otherwise."""
+        found = {"words": len(built.vocabulary), **{split: built.splits[split].tokens for split in SPLITS}}
+        wanted = self._asdict()
+        names = {"words": "in the vocabulary", **{split: f"tokens in {split}" for split in SPLITS}}
+        wrong = [f"{n:,} {names[key]}, not {wanted[key]:,}" for key, n in found.items() if n != wanted[key]]
+        if built.content != self.content:
+            wrong.append(f"SHA-256 {built.content}, not {self.content}")
+        return wrong
+
+
+class OfficialPairs(NamedTuple):
+    """Least and most pairs of the published corpus: copies of its training set differ in what was cleaned away."""
+
+    name: str
+    train: tuple[int, int]
+    valid: tuple[int, int]
+    test: tuple[int, int]
+
+    def differences(self, built: BuiltPairs) -> list[str]:
+        """What was built otherwise."""
+        found = {split: built.splits[split].pairs if split in built.splits else 0 for split in SPLITS}
+        bounds = {"train": self.train, "valid": self.valid, "test": self.test}
+        return [
+            f"{n:,} pairs in {split}, not {low:,}" + (f" to {high:,}" if high > low else "")
+            for split, n in found.items()
+            for low, high in [bounds[split]]
+            if not low <= n <= high
+        ]
+
+
+Found = dict[str, list[Source]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of corpus: how to find its files, how to build it from them, and where they can be had."""
+
+    what: str
+    obtain: str
+    find: Callable[[Request, str], Found]
+    build: Callable[[Found, Path, Request], Any]
+    official: Official | OfficialPairs | None = None
+    hub: Hub | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    needs_source: bool = True
+
+
+def _find_wikitext(request: Request, obtain: str) -> Found:
+    assert request.source is not None
+    names = [f"wiki.{split}.tokens" for split in SPLITS]
+    return {s: [source] for s, source in zip(SPLITS, find(request.source, names, obtain), strict=True)}
+
+
+def _find_enwik8(request: Request, obtain: str) -> Found:
+    source = request.source
+    assert source is not None
+    if source.is_file() and source.suffix != ".zip":
+        return {"train": [_file(source, obtain)]}
+    return {"train": find(source, ["enwik8"], obtain)}
+
+
+def _find_text(request: Request, obtain: str) -> Found:
+    source = request.source
+    assert source is not None
+    if source.is_dir():
+        train = [Source(path) for path in sorted(source.glob("*.txt")) if path.stat().st_size]
+        if not train:
+            raise DataError(f"there is no .txt file with anything in it in {source}; {obtain}")
+    else:
+        train = [_file(source, obtain)]
+    if (request.valid is None) != (request.test is None):
+        raise DataError("give both --valid and --test, or neither to have the last tenth of the lines cut off for them")
+    if request.valid is None or request.test is None:
+        return {"train": train}
+    return {"train": train, "valid": [_file(request.valid, obtain)], "test": [_file(request.test, obtain)]}
+
+
+def _find_ids(request: Request, obtain: str) -> Found:
+    source = request.source
+    assert source is not None
+    if not source.is_dir():
+        raise DataError(f"{source} is not a folder; {obtain}")
+    ids = sorted(source.glob("train*.npy"))
+    words = [path for name in ("vocab.txt", "vocabulary.txt") if (path := source / name).is_file()]
+    if len(ids) != 1 or len(words) != 1:
+        raise DataError(f"{source} has {len(ids)} files train*.npy and {len(words)} vocabularies; {obtain}")
+    found = {"train": [Source(ids[0])], "vocabulary": [Source(words[0])]}
+    for split, given in (("valid", request.valid), ("test", request.test)):
+        found[split] = [_file(given or source / f"wiki.{split}.tokens", obtain)]
+    return found
+
+
+def _file(path: Path, obtain: str) -> Source:
+    if not path.is_file():
+        raise DataError(f"there is no file {path}; {obtain}")
+    if not path.stat().st_size:
+        raise DataError(f"{path} is empty; {obtain}")
+    return Source(path)
+
+
+def _build_words(found: Found, folder: Path, request: Request) -> Built:
+    texts = {split: text(found[split][0], request.progress(split)) for split in SPLITS}
+    return build_words(texts, folder, request.report)
+
+
+def _build_text(found: Found, folder: Path, request: Request) -> Built:
+    files = {split: [(source, count_lines(source)) for source in sources] for split, sources in found.items()}
+    totals = {split: sum(lines for _, lines in sized) for split, sized in files.items()}
+    total = totals["train"]
+    if "valid" in found:
+        bounds = {split: (0, totals[split]) for split in SPLITS}
+    elif total < 20:
+        raise DataError(f"the text has {total} lines, too few to split 90/5/5; give --valid and --test files")
+    else:
+        ends = (0, total * 90 // 100, total * 95 // 100, total)
+        bounds = dict(zip(SPLITS, pairwise(ends), strict=True))
+    texts = {s: _lines(files.get(s, files["train"]), *bounds[s], request.progress(s)) for s in SPLITS}
+    return _build_limited(texts, folder, request)
+
+
+def _lines(
+    files: Sequence[tuple[Source, int]], start: int, stop: int, progress: Callable[[float], None]
+) -> Iterator[str]:
+    """Lines `start` to `stop` of files, each with its number of lines, one after the other."""
+    for source, lines in files:
+        if start < lines and stop > 0:
+            yield from text(source, progress, max(start, 0), min(stop, lines))
+        start, stop = start - lines, stop - lines
+
+
+def _build_limited(texts: Mapping[str, Iterable[str]], folder: Path, request: Request) -> Built:
+    return build_words(texts, folder, request.report, request.min_count, request.max_words)
+
+
+def _build_enwik8(found: Found, folder: Path, request: Request) -> Built:
+    return build_bytes(found["train"][0], folder, request.report)
+
+
+def _build_ids(found: Found, folder: Path, request: Request) -> Built:
+    texts = {split: text(found[split][0], request.progress(split)) for split in SPLITS[1:]}
+    return build_ids(found["train"][0].path, found["vocabulary"][0].path, texts, folder, request.report)
+
+
+def _build_embedded(found: Found, folder: Path, request: Request) -> Built:
+    return _build_limited(embedded.texts(request.report), folder, request)
+
+
+PUBLISHED_SETS = {
+    "9aee9f52d6e77de6c7751fc5e7c44287db3ec0eaf15477098acc6b93c1c4250b": "WikiText-103",
+    "56db52eb157b1ab5c89646eef70510c1eca6e12a3bfdb99f0d6b05b4eacb75b9": "WikiText-103",
+    "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8": "WikiText-2",
+    "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0": "WikiText-2",
+}
+"""Whose wiki.valid.tokens and wiki.test.tokens have this SHA-256: other corpora are scored on them too."""
+
+_LIMITS = {"min_count": 1, "max_words": None}
+_FILES = {"valid": None, "test": None}
+_LANGUAGES = {"source_language": "en", "target_language": "de"}
+_TOKENS = "its wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens"
+KINDS: dict[str, Kind] = {
+    "wikitext103": Kind(
+        "WikiText-103, words",
+        f"give a folder or zip archive with {_TOKENS}: wikitext-103-v1.zip of Merity et al. (2016), in copies on the "
+        "web, or the Hugging Face dataset Salesforce/wikitext, configuration wikitext-103-v1",
+        _find_wikitext,
+        _build_words,
+        official=Official("WikiText-103", 267_735, 103_227_021, 217_646, 245_569),
+        hub=Hub("Salesforce/wikitext", "wikitext-103-v1", write_wikitext),
+    ),
+    "wikitext2": Kind(
+        "WikiText-2, words",
+        f"give a folder or zip archive with {_TOKENS}: wikitext-2-v1.zip of Merity et al. (2016), in copies on the "
+        "web, or the Hugging Face dataset Salesforce/wikitext, configuration wikitext-2-v1",
+        _find_wikitext,
+        _build_words,
+        official=Official("WikiText-2", 33_278, 2_088_628, 217_646, 245_569),
+        hub=Hub("Salesforce/wikitext", "wikitext-2-v1", write_wikitext),
+    ),
+    "enwik8": Kind(
+        "the first 100 million bytes of Wikipedia, bytes",
+        "give the file enwik8, its zip archive or a folder with it: http://mattmahoney.net/dc/enwik8.zip",
+        _find_enwik8,
+        _build_enwik8,
+        official=Official(
+            "enwik8",
+            256,
+            90_000_000,
+            5_000_000,
+            5_000_000,
+            content="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
+        ),
+    ),
+    "text": Kind(
+        "any plain text in UTF-8, words",
+        "give a text file, or a folder of .txt files",
+        _find_text,
+        _build_text,
+        options=_LIMITS | _FILES,
+    ),
+    "ids": Kind(
+        "token numbers with their vocabulary, words",
+        "give a folder with one train*.npy of integers, vocab.txt with one word a line, and wiki.valid.tokens and "
+        "wiki.test.tokens (or --valid and --test)",
+        _find_ids,
+        _build_ids,
+        options=_FILES,
+    ),
+    "embedded": Kind(
+        "the English documentation that comes with Python, words; needs no files",
+        "leave --source out",
+        lambda request, obtain: {},
+        _build_embedded,
+        options=_LIMITS | {"min_count": 3},
+        needs_source=False,
+    ),
+    "wmt14": Kind(
+        "WMT14 English-German, sentence pairs",
+        "give a folder with the files of europarl-v7, commoncrawl and news-commentary-v9 for de-en, newstest2013 and "
+        "newstest2014 (statmt.org/wmt14/translation-task.html), or the Hugging Face dataset wmt/wmt14, de-en",
+        find_pairs,
+        build_found,
+        official=OfficialPairs("WMT14 en-de", (3_900_000, 4_600_000), (3_000, 3_000), (2_737, 3_003)),
+        hub=Hub("wmt/wmt14", "de-en", write_wmt),
+        options=_FILES | {"vocab": 32_000},
+    ),
+    "parallel": Kind(
+        "aligned files of two languages, sentence pairs",
+        "give a folder with files like train.en and train.de, valid.en and valid.de (.gz, .xz and .sgm too)",
+        find_pairs,
+        build_found,
+        options=_FILES | _LANGUAGES | {"vocab": 32_000},
+    ),
+    "numbers": Kind(
+        "English number words to German ones, sentence pairs; needs no files",
+        "leave --source out",
+        lambda request, obtain: {},
+        numbers.build,
+        options={"pairs": 20_000, "held_out": 500, "highest": 999, "vocab": 400},
+        needs_source=False,
+    ),
+}

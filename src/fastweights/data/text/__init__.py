@@ -1,0 +1,1 @@
+"""Text as a stream of tokens, for language models."""

@@ -1,0 +1,1 @@
+"""What every experiment is made of: cells, claims, a store and a sweep."""

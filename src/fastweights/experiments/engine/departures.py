@@ -1,0 +1,55 @@
+"""In what a cell at scale paper or code departs from the paper's protocol: by its experiment, its text or --set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fastweights.experiments.engine.experiment import Experiment, Record, given_of
+
+_SAID_ELSEWHERE = ("size", "corpus", "set")
+"""Entries of a configuration that other entries say in full."""
+
+DEFAULT = "default"
+"""Stands for the value of an entry that a configuration has only where it is not the default."""
+
+Place = tuple[str, ...]
+
+
+def departures(experiment: Experiment, records: Sequence[Record]) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Names of what differs in any of the cells, with the values of these cells and those of the paper's protocol.
+
+    What the paper does not say is in its protocol as the preset of its models has it.
+    """
+    found: dict[str, tuple[list[Any], list[Any]]] = {}
+    for record in records:
+        for name, pair in _departures(experiment, record).items():
+            for values, value in zip(found.setdefault(name, ([], [])), pair, strict=True):
+                if value not in values:
+                    values.append(value)
+    return found
+
+
+def _departures(experiment: Experiment, record: Record) -> dict[str, tuple[Any, Any]]:
+    config, given = record.config, given_of(record.config, experiment.given)
+    place = (config["scale"], config["model"], config["size"], config["seed"])
+    unchanged = {**given, "set": {}} if "set" in given else given
+    theirs = dict(_leaves((experiment.protocol or experiment.configure)(*place, **unchanged)))
+    found: dict[str, tuple[Any, Any]] = {}
+    if experiment.text and "corpus" in given:
+        found["text"] = (given["corpus"]["name"], experiment.text)
+    for path, value in _leaves(config):
+        if path[0] not in _SAID_ELSEWHERE:
+            found[path[-1]] = (value, theirs.get(path, DEFAULT))
+    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+
+
+def _leaves(value: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """The entries of a configuration that hold no further ones, by their place in it."""
+    if isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
+        value = {str(number): entry for number, entry in enumerate(value)}
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for name, entry in value.items():
+        yield from _leaves(entry, (*path, name))

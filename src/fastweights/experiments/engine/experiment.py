@@ -1,0 +1,320 @@
+"""What an experiment is: cells to train, the paper's statement they test, claims on their results, and a plot.
+
+A cell is one trained model, named by its whole configuration. An experiment lists its cells for each scale, knows how
+to run a batch of them, and judges what came out. Nothing here knows the task: retrieval cells, language models and
+translation models are all a `config` that leads to `metrics`, both of which JSON can hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastweights.training.engine.settings import Fields
+
+SCALES = {
+    "smoke": "a few steps of each cell, to see that everything runs; its numbers mean nothing",
+    "small": "reduced sizes and training for a laptop",
+    "code": "the paper's sizes by the protocol of its released code, where that differs from the text",
+    "paper": "the paper's protocol",
+}
+
+
+NOT_RUN = "not run"
+
+
+class BadInput(Exception):
+    """Something the caller asked for cannot be done: shown as one paragraph, exit code 2."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model to train. `config` has at least scale, model, rule, size and seed; equal configs are the same cell."""
+
+    config: Mapping[str, Any]
+    paper: Any = None
+
+    @cached_property
+    def slug(self) -> str:
+        """A file name: readable in front, and unique to the whole configuration by the hash at the end."""
+        text = json.dumps(self.config, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+        return "{model}-{size}-seed{seed}-{scale}".format(**self.config) + f"-{digest}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What running a cell gave, as JSON can hold it: NaN and infinities are None, losses have seven digits."""
+
+    metrics: Mapping[str, Any]
+    wall_s: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metrics", storable(self.metrics))
+        object.__setattr__(self, "wall_s", round(self.wall_s, 3))
+
+
+def storable(value: Any) -> Any:
+    """`value` with lists for tuples and None for what JSON has no number for."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: storable(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [storable(entry) for entry in value]
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(Outcome):
+    """A cell that has been run, and what it was run with."""
+
+    config: Mapping[str, Any]
+    paper: Any
+    commit: str
+    hardware: str
+    versions: Mapping[str, str]
+
+    @cached_property
+    def slug(self) -> str:
+        return Cell(self.config).slug
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement of the paper beside what we find. `holds` is None where these results cannot decide it."""
+
+    text: str
+    ours: str
+    paper: str
+    holds: bool | None
+
+    @property
+    def verdict(self) -> str:
+        if self.holds is None:
+            return NOT_RUN if self.ours == NOT_RUN else "undecided"
+        return "holds" if self.holds else "fails"
+
+
+class Results:
+    """The records of one experiment at one scale, read by model and size. `loss` is the metric that counts."""
+
+    def __init__(self, records: Sequence[Record], loss: str = "best_loss") -> None:
+        self.records = list(records)
+        self.loss = loss
+
+    def of(self, model: str, size: int | None = None) -> list[Record]:
+        return [r for r in self.records if r.config["model"] == model and size in (None, r.config["size"])]
+
+    def sizes(self, *models: str) -> list[int]:
+        """The sizes that all these models were run at, or any model when none is named."""
+        if not models:
+            return sorted({record.config["size"] for record in self.records})
+        return sorted(set.intersection(*({record.config["size"] for record in self.of(model)} for model in models)))
+
+    def values(self, model: str, size: int) -> list[float]:
+        """The loss of each seed; NaN where it was not a number."""
+        losses = (record.metrics.get(self.loss) for record in self.of(model, size))
+        return [math.nan if loss is None else float(loss) for loss in losses]
+
+    def mean(self, model: str, size: int) -> float:
+        """Mean loss over the seeds, NaN if any of them is; only for cells that were run."""
+        values = self.values(model, size)
+        return sum(values) / len(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """The figure's form: its kind (a drawing function of the report) and axes."""
+
+    kind: str
+    x_label: str = ""
+    y_label: str = ""
+    log_y: bool = False
+    y_range: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """An experiment's size at one scale.
+
+    Args:
+        sizes, seeds: the grid, with every model of the experiment.
+        options: the rest of each cell's configuration.
+        cost: what to expect, before it has been measured.
+        note: how this departs from the paper, shown with the results.
+        decides: False where training is too short for any claim to be judged.
+    """
+
+    sizes: tuple[int, ...]
+    seeds: tuple[int, ...] = (1,)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    cost: str
+    note: str = ""
+    decides: bool = True
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What the command line narrows or widens; None leaves the scale's own."""
+
+    models: tuple[str, ...] | None = None
+    sizes: tuple[int, ...] | None = None
+    seeds: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a header, ours beside the paper's, as the page and the terminal show them."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line gives an experiment beside the selection: folders of data, fields to change, the device."""
+
+    data: tuple[Path, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What an experiment makes of a `Request`: entries of every cell's configuration, and where the data lie."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    data: Path | None = None
+
+
+Progress = Callable[[Cell, int, float], None]
+Outcomes = Generator[tuple[Cell, Outcome], None, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What cells are run with; nothing here changes what comes out.
+
+    Args:
+        jobs: cells at once; None for as many as suit the device.
+        folder: for what an interrupted cell leaves to go on from.
+        data: as in `Given`.
+        keep: leave the folders of finished cells, with their weights.
+        force: begin every cell anew, also where an earlier command left a part of it.
+    """
+
+    device: str
+    on_progress: Progress
+    folder: Path
+    jobs: int | None = None
+    data: Path | None = None
+    keep: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One figure or table of the paper.
+
+    Args:
+        where: section and figure of the paper.
+        statement: what the paper says the figure shows.
+        models: name of each model in `config`, and its label in figures; one unnamed entry where there is no choice.
+        configure: the whole configuration of the cell (scale name, model, size, seed; what is `given` by name).
+        protocol: the same by the paper's protocol, where the experiment itself departs from it: see `protocol`.
+        paper: the paper's values for a configuration.
+        run: runs cells and yields each with its outcome as it finishes.
+        claims: judges the results.
+        table: the results in the form of the paper's table.
+        take: makes what is `given` out of a `Request` at a scale; None for an experiment that takes nothing.
+        given: names of the entries of `config` that `take` decides. A record keeps its own.
+        fields: loads what the settings of a `Request` can be and their types; None where there are none.
+        needs: packages beside PyTorch that its cells are run with.
+        text: what the paper's models were trained and scored on, where ours can be on something else.
+        measure: what the numbers are.
+        size_name: what `size` is, in front of its value.
+        fixed_sizes: drawn at the sizes of its scales only, which a `Selection` can narrow but not change.
+        selectable: False where there is nothing to select, and every `Selection` leaves it whole.
+    """
+
+    name: str
+    title: str
+    where: str
+    statement: str
+    models: Mapping[str, str]
+    scales: Mapping[str, Scale]
+    configure: Callable[..., Mapping[str, Any]]
+    run: Callable[[Sequence[Cell], Setup], Outcomes]
+    claims: Callable[[Results], list[Claim]]
+    plot: Plot
+    protocol: Callable[..., Mapping[str, Any]] | None = None
+    paper: Callable[[Mapping[str, Any]], Any] = lambda config: None
+    table: Callable[[Results], Table] | None = None
+    take: Callable[[str, Request], Given] | None = None
+    given: tuple[str, ...] = ()
+    fields: Callable[[], Fields] | None = None
+    needs: tuple[str, ...] = ()
+    text: str = ""
+    measure: str = "Perplexities"
+    size_name: str = "S"
+    fixed_sizes: bool = False
+    selectable: bool = True
+
+    def judge(self, scale: str | None, results: Results) -> list[Claim]:
+        """The claims, none of them decided where the scale is too small for it."""
+        decides = scale is None or self.scales[scale].decides
+        return [claim if decides else replace(claim, holds=None) for claim in self.claims(results)]
+
+    def grid(self, scale: str, selection: Selection | None = None) -> list[tuple[str, int, int]]:
+        """Model, size and seed of each cell; cheap, where `cells` may have to load the task's code."""
+        at = self.scales[scale]
+        chosen = selection if selection and self.selectable else Selection()
+        models = [model for model in self.models if chosen.models is None or model in chosen.models]
+        sizes = at.sizes if chosen.sizes is None else chosen.sizes
+        if self.fixed_sizes:
+            sizes = tuple(size for size in sizes if size in at.sizes)
+        seeds = at.seeds if chosen.seeds is None else chosen.seeds
+        return [(model, size, seed) for seed in seeds for size in sizes for model in models]
+
+    def accept(self, scale: str, request: Request) -> Given:
+        """What the experiment takes of a request; BadInput or ValueError for what it cannot work with."""
+        return self.take(scale, request) if self.take else Given()
+
+    def cell(self, scale: str, model: str, size: int, seed: int, given: Mapping[str, Any] | None = None) -> Cell:
+        config = self.configure(scale, model, size, seed, **(given or {}))
+        return Cell(config, self.paper(config))
+
+    def cells(
+        self, scale: str, selection: Selection | None = None, given: Mapping[str, Any] | None = None
+    ) -> list[Cell]:
+        return [self.cell(scale, *place, given) for place in self.grid(scale, selection)]
+
+    def own(self, record: Record) -> Cell | None:
+        """The cell this record belongs to, or None where it is of another experiment or of an older configuration."""
+        config = record.config
+        if config["model"] not in self.models or config["scale"] not in self.scales:
+            return None
+        if self.fixed_sizes and config["size"] not in self.scales[config["scale"]].sizes:
+            return None
+        if not set(self.given) <= config.keys():
+            return None
+        place = (config["scale"], config["model"], config["size"], config["seed"])
+        try:
+            cell = self.cell(*place, given_of(config, self.given))
+        except ValueError:
+            # Settings that this version refuses.
+            return None
+        return cell if cell.slug == record.slug else None
+
+
+def given_of(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The entries of those names."""
+    return {name: config[name] for name in names}

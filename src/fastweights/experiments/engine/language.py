@@ -1,0 +1,284 @@
+"""What the language-model tables share: the models, the text they learn from, training and evaluation.
+
+A cell of these tables is named by everything that decides its numbers: the model and its training in full, the protocol
+of its evaluation, and which text it is, by name and fingerprint. Equal cells of several tables are trained once.
+
+Each model is evaluated at the checkpoint with the lowest segment-wise validation loss, as in the released code. Models
+with limited context are scored by a sliding window, of which each position but those of the first window sees at least
+L - stride words; those with carried context in one go through the text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastweights.experiments.engine.corpus import SPLITS, WIKITEXT103, Text, corpus_of, take
+from fastweights.experiments.engine.experiment import SCALES, Experiment, Plot, Scale, storable
+from fastweights.experiments.engine.runner import Trainable, check_settings, runner, training_of
+
+if TYPE_CHECKING:
+    from fastweights.data.text.corpus import Corpus
+    from fastweights.models.language_model import LanguageModel
+    from fastweights.training.engine.config import TrainingConfig
+    from fastweights.training.engine.settings import Fields
+    from fastweights.training.tasks.language import LanguageTask
+
+GIVEN = ("corpus", "set")
+SEEDS = (1111,)
+"""The authors' seed; the paper has one run of each model."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A row of the tables: its label, and what it is to `training.language.plan`.
+
+    Args:
+        wide: random features with m = d_head, so that d_dot = 2 d_head as in DPFP-1 [App. D.3].
+    """
+
+    label: str
+    choice: Mapping[str, Any]
+    wide: bool = False
+
+
+MODELS = {
+    "transformer": Model("Transformer", {"mixer": "transformer"}),
+    "linear": Model("Linear Transformer", {"mixer": "linear"}),
+    "delta": Model("Delta Network", {"mixer": "delta"}),
+    "performer": Model("Performer, sum", {"mixer": "performer"}),
+    "performer-delta": Model("Performer, delta", {"mixer": "performer", "rule": "delta"}),
+    "delta-norm": Model("positions, attention norm.", {"mixer": "delta", "normalization": "both"}),
+    "delta-nopos-norm": Model(
+        "no positions, attention norm.", {"mixer": "delta", "normalization": "both", "positions": "none"}
+    ),
+    "delta-nopos": Model("no positions, no attention norm.", {"mixer": "delta", "positions": "none"}),
+    "linear-carried": Model("Linear Transformer", {"mixer": "linear", "context": "carried"}),
+    "linear-carried-nonorm": Model(
+        "Linear Transformer, no attention norm.", {"mixer": "linear", "context": "carried", "normalization": "none"}
+    ),
+    "delta-carried": Model("Delta Network", {"mixer": "delta", "context": "carried"}),
+    "xl": Model("Transformer-XL", {"mixer": "xl"}),
+    "performer-wide": Model("Performer, sum", {"mixer": "performer"}, wide=True),
+    "performer-wide-delta": Model("Performer, delta", {"mixer": "performer", "rule": "delta"}, wide=True),
+    "dpfp-1": Model("DPFP-1, sum", {"mixer": "dpfp"}),
+    "dpfp-1-delta": Model("DPFP-1, delta", {"mixer": "dpfp", "rule": "delta"}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Language:
+    """`Scale.options` of a language-model table.
+
+    Args:
+        presets: of `models.presets`, by d_model.
+        settings: fields of `training.language.plan` that differ from the preset's.
+        stride: of the sliding window.
+        memories: memory and segment of Transformer-XL at evaluation, the last as in training [App. F].
+        rows: rows of text read side by side with carried context. The paper reads one; more lose the context at their
+            beginnings.
+        excerpt: only so many words of each split, for a run that shows nothing but that everything works.
+    """
+
+    presets: Mapping[int, str]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    stride: int = 1
+    memories: tuple[tuple[int, int], ...] = ((15, 1), (64, 64), (128, 128), (384, 384))
+    rows: int = 1
+    excerpt: int | None = None
+
+
+SMOKE = Language(
+    presets={16: "tiny"},
+    settings={"d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 32, "segment": 16, "batch_size": 4, "eval_batch": 4}
+    | {"steps": 4, "eval_every": 2},
+    stride=16,
+    memories=((3, 1), (16, 16)),
+    rows=8,
+    excerpt=600,
+)
+# A memory of 7 and a segment of 1 hold as many numbers as the fast weights: (7 + 1) x 2 x 64 = 4 x 16 x 16.
+SMALL = Language(
+    presets={64: "tiny"},
+    settings={"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 256, "segment": 64, "batch_size": 16, "steps": 800},
+    stride=32,
+    memories=((7, 1), (16, 16), (32, 32), (64, 64)),
+    rows=32,
+)
+PAPER = Language(presets={128: "small", 256: "medium"})
+CODE_NOTE = "As the released code does it: the very first update takes the full learning rate."
+
+
+SMOKE_NOTE = "Four steps of training on 600 words: a check that everything runs, not a result."
+SMALL_NOTE = (
+    "A model of 2 layers with D = 64 and L = 64, trained for 800 steps (0.8 M words) on the documentation that comes "
+    "with Python in place of WikiText-103. Perplexities are not comparable with the paper's, only their order is, and "
+    "so short a training does not bring all of it out: models closer than 1 % are not told apart."
+)
+
+
+def scales(
+    sizes: Sequence[int], costs: Mapping[str, str], paper: Language = PAPER, note: str = "", small_note: str = ""
+) -> dict[str, Scale]:
+    """The four scales of a table that has these values of d_model in the paper."""
+    code = replace(paper, settings={**paper.settings, "first_step_full": True})
+    rows = {
+        "smoke": ((16,), SMOKE, SMOKE_NOTE),
+        "small": ((64,), SMALL, f"{SMALL_NOTE} {small_note}".strip()),
+        "code": (tuple(sizes), code, f"{note} {CODE_NOTE}".strip()),
+        "paper": (tuple(sizes), paper, note),
+    }
+    return {
+        name: Scale(
+            sizes=at, seeds=SEEDS, options={"language": options}, cost=costs[name], note=text, decides=name != "smoke"
+        )
+        for name, (at, options, text) in rows.items()
+    }
+
+
+PROTOCOL = scales(tuple(PAPER.presets), dict.fromkeys(SCALES, ""))
+"""Tables 2 to 5 as the paper has them: what tables of other trainings are told apart from."""
+
+
+def labels(*names: str) -> dict[str, str]:
+    """`Experiment.models` of a table with these rows."""
+    return {name: MODELS[name].label for name in names}
+
+
+def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
+    """`Experiment.configure` of a table with those scales: everything in full, so that no default is left to change."""
+
+    def configure(
+        scale: str, model: str, size: int, seed: int, corpus: Mapping[str, Any], set: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        from fastweights.models.language_model import check_forgets
+        from fastweights.training.engine.config import TrainingConfig
+        from fastweights.training.tasks.language import FIELDS, plan
+
+        at, row = scales[scale].options["language"], MODELS[model]
+        check_settings(FIELDS, set)
+        choice = {"preset": at.presets[size], **row.choice, **at.settings, "seed": seed, **set}
+        found = plan(corpus["words"], **choice)
+        if row.wide:
+            wide = {"m": found.model.d_model // found.model.n_heads}
+            found = plan(corpus["words"], **{"feature_map_options": wide, **choice})
+        if found.documents != "none":
+            check_forgets(found.model)
+        recipe = found.recipe
+        settled = TrainingConfig.free() - {"eval_every"}
+        training = {name: value for name, value in found.training.describe().items() if name not in settled}
+        return {
+            "scale": scale,
+            "model": model,
+            "rule": found.model.rule if found.model.mixer == "fast_weight" else "none",
+            "size": size,
+            "seed": seed,
+            "corpus": dict(corpus),
+            "set": dict(set),
+            "steps": training["steps"],
+            "segment": recipe.segment,
+            "batch_size": recipe.batch_size,
+            "eval_batch": found.eval_batch,
+            "context": recipe.context,
+            "excerpt": at.excerpt,
+            "network": storable(found.model.to_dict()),
+            "training": storable(training),
+            "evaluations": _evaluations(at, found.model.mixer, recipe.context),
+            **({} if found.documents == "none" else {"documents": found.documents}),
+            **({} if recipe.order == "stream" else {"order": recipe.order}),
+        }
+
+    return configure
+
+
+def _evaluations(at: Language, mixer: str, context: str) -> list[dict[str, Any]]:
+    """How the trained model is scored, the last one being what counts."""
+    if context == "limited":
+        return [{"name": "sliding", "stride": at.stride}]
+    carried = {"name": "carried", "batch": at.rows}
+    if mixer != "relative":
+        return [carried]
+    return [{**carried, "mem_len": memory, "segment": segment} for memory, segment in at.memories]
+
+
+def build(config: Mapping[str, Any], data: Path | None) -> tuple[LanguageTask, TrainingConfig]:
+    """The task and the training of a cell."""
+    from fastweights.models.language_model import LanguageModelConfig
+    from fastweights.training.tasks.language import LanguageTask
+
+    corpus, network = corpus_of(config, data), LanguageModelConfig.from_dict(config["network"])
+    task = LanguageTask(network, corpus, eval_batch=config["eval_batch"], **cutting(config))
+    return task, training_of(config, log_every=min(200, max(1, config["steps"] // 50)))
+
+
+def cutting(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How the text of a cell is cut for training, as `LanguageTask` wants it."""
+    names = ("segment", "batch_size", "context", "documents", "order", "seed")
+    return {name: config[name] for name in names if name in config}
+
+
+def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: str) -> dict[str, Any]:
+    """Perplexities of the best checkpoint. Each is kept in the run's folder as soon as it is known."""
+    import torch
+
+    from fastweights.data.manifest import sets
+    from fastweights.training.runs.language_run import LanguageRun
+
+    run = LanguageRun.open(folder)
+    # A GPU would otherwise keep the training's memory while the evaluation asks for its own.
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    model, checkpoint = run.load("best", device)
+    corpus = corpus_of(config, data)
+    found = [_evaluate(config, model, corpus, folder, options, device) for options in config["evaluations"]]
+    about = {"parameters": model.n_parameters, "best_step": checkpoint.step, "sets": sets(corpus.manifest)}
+    return {**found[-1], **about, "evaluations": found if len(found) > 1 else []}
+
+
+def _evaluate(
+    config: Mapping[str, Any],
+    model: LanguageModel,
+    corpus: Corpus,
+    folder: Path,
+    options: Mapping[str, Any],
+    device: str,
+) -> dict[str, Any]:
+    from fastweights.common.files import write_atomically
+    from fastweights.data.text.documents import mark_documents
+    from fastweights.training.tasks.evaluate import measure, protocol
+
+    how = protocol(**options, model=model.config, trained_segment=config["segment"], device=device)
+    found: dict[str, Any] = {"mem_len": how.mem_len} if how.mem_len is not None else {}
+    for split in SPLITS:
+        path = folder / "eval" / f"{split}-{how.slug}.json"
+        if path.exists():
+            found[split] = json.loads(path.read_text())
+            continue
+        stream = mark_documents(corpus.split(split), corpus.vocabulary, config.get("documents", "none"))
+        result = measure(model, stream, how)
+        found[split] = storable({"loss": result.loss, "ppl": result.ppl, "tokens": result.tokens})
+        write_atomically(path, json.dumps(found[split]).encode())
+    if how.mem_len is not None:
+        model.set_memory(how.mem_len, how.clamp_len)
+    return {**found, "state_size": model.state_size(how.segment)}
+
+
+run = runner(Trainable(build, score))
+
+
+def settings() -> Fields:
+    """`Experiment.fields` of language models."""
+    from fastweights.training.tasks.language import FIELDS
+
+    return FIELDS
+
+
+def experiment(*, scales: Mapping[str, Scale], text: Text = WIKITEXT103, **rest: Any) -> Experiment:
+    """A table of language models: an `Experiment` with what all of them have in common."""
+    plot = Plot(kind="perplexity", x_label="training steps", y_label="validation perplexity", log_y=True)
+    shared: dict[str, Any] = {"text": WIKITEXT103.name, "run": run, "plot": plot, "take": take(text), "given": GIVEN}
+    shared |= {"fields": settings, "needs": ("lightning",), "size_name": "D", "protocol": configure(PROTOCOL)}
+    return Experiment(scales=scales, configure=configure(scales), fixed_sizes=True, **{**shared, **rest})

@@ -1,0 +1,165 @@
+"""How perplexities are judged and shown: which model is lower, and ours beside the paper's.
+
+After a short training with one seed, models that are closer than `CLOSE` are not told apart: that is undecided. Full
+trainings are compared as the paper compares them, number by number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fastweights.experiments.engine.corpus import SPLITS
+from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Record, Results, Table
+
+Pair = tuple[float, float]
+"""Validation and test perplexity."""
+
+SHORT = 100_000
+"""Fewer steps than these, of the paper's 400,000 and 500,000, are a short training."""
+
+Shown = Pair | str
+"""What the paper gives: two numbers, or one bound for both."""
+
+CLOSE = 0.01
+PAPER_HEADER = ("paper, validation", "paper, test")
+
+
+def ppl(record: Record, split: str) -> float:
+    """Perplexity of a cell; infinite where its training diverged."""
+    value = (record.metrics.get(split) or {}).get("ppl")
+    return math.inf if value is None else float(value)
+
+
+def mean(results: Results, model: str, size: int) -> Pair | None:
+    """Mean over the seeds on both texts, None without any."""
+    records = results.of(model, size)
+    if not records:
+        return None
+    valid, test = (sum(ppl(record, split) for record in records) / len(records) for split in SPLITS)
+    return valid, test
+
+
+def show(value: float) -> str:
+    return "diverged" if math.isinf(value) else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def show_pair(pair: Pair | None) -> str:
+    return "" if pair is None else " / ".join(map(show, pair))
+
+
+def margin(results: Results) -> float:
+    """The share by which perplexities have to differ."""
+    return CLOSE if any(record.config.get("steps", SHORT) < SHORT for record in results.records) else 0.0
+
+
+def is_lower(ours: Pair, theirs: Pair, by: float = 0.0) -> bool | None:
+    """Whether ours is lower on both texts, None where they are too close; a training that diverged never is."""
+    if all(a < b * (1 - by) for a, b in zip(ours, theirs, strict=True)):
+        return True
+    lost = any(math.isinf(a) or (b < a * (1 - by) if by else a >= b) for a, b in zip(ours, theirs, strict=True))
+    return False if lost else None
+
+
+def lower(results: Results, model: str, other: str, text: str, paper: str) -> Claim:
+    """`model` has a lower perplexity than `other` on both texts at every size; undecided while sizes are missing."""
+    compared = {}
+    for size in results.sizes():
+        ours, theirs = mean(results, model, size), mean(results, other, size)
+        if ours and theirs:
+            compared[size] = (ours, theirs)
+    if not compared:
+        return Claim(text, NOT_RUN, paper, None)
+    by = margin(results)
+    verdicts = [is_lower(*pair, by) for pair in compared.values()]
+    found = [f"{show_pair(ours)} against {show_pair(theirs)}" for ours, theirs in compared.values()]
+    if len(compared) > 1:
+        found = [f"D = {size}: {entry}" for size, entry in zip(compared, found, strict=True)]
+    missing = len(results.sizes()) - len(compared)
+    shown = "; ".join(found) + (f" (closer than {by:.0%})" if by and None in verdicts and False not in verdicts else "")
+    return Claim(text, shown, paper, every(verdicts + [None] * missing))
+
+
+def every(verdicts: Sequence[bool | None]) -> bool | None:
+    """Whether all hold: not if one fails, undecided if one is."""
+    return False if False in verdicts else None if None in verdicts else True
+
+
+def against(paper: Mapping[int, Mapping[str, Pair]], model: str, other: str) -> str:
+    """The paper's pair of numbers for such a claim."""
+    found = [f"{show_pair(row[model])} against {show_pair(row[other])}" for row in paper.values()]
+    return "; ".join(
+        f"D = {size}: {entry}" if len(paper) > 1 else entry for size, entry in zip(paper, found, strict=True)
+    )
+
+
+def table(labels: Mapping[str, str], paper: Mapping[int, Mapping[str, Shown]]) -> Callable[[Results], Table]:
+    """`Experiment.table`: a row for each size and model, validation and test perplexity, ours and the paper's.
+
+    Where the paper has no such model of that size, the smallest it has stands there with its size.
+    """
+
+    def table(results: Results) -> Table:
+        header = ("model", "D", "validation", "test", "parameters")
+        rows = []
+        for size in results.sizes():
+            for model, label in labels.items():
+                ours = mean(results, model, size)
+                if ours is None:
+                    continue
+                known = sorted(at for at, row in paper.items() if model in row)
+                at = size if size in known or not known else known[0]
+                theirs = paper.get(at, {}).get(model)
+                parameters = results.of(model, size)[0].metrics.get("parameters")
+                count = "" if parameters is None else f"{parameters / 1e6:.2f} M"
+                beside = beside_ours(theirs, size, at)
+                rows.append((label, str(size), *map(show, ours), count, *(beside if paper else ())))
+        return Table((*header, *(PAPER_HEADER if paper else ())), tuple(rows))
+
+    return table
+
+
+def beside_ours(pair: Shown | None, size: int, theirs: int) -> tuple[str, str]:
+    """The paper's numbers for a row of ours, with their size where it is another."""
+    if pair is None:
+        return ("", "")
+    shown = (pair, pair) if isinstance(pair, str) else map(show, pair)
+    valid, test = (value + ("" if size == theirs else f" (D = {theirs})") for value in shown)
+    return valid, test
+
+
+def lower_in_all(results: Results, pairs: Sequence[tuple[str, str]], text: str, paper: str) -> Claim:
+    """`lower` for every pair of models; undecided while some are missing and none was lost."""
+    claims = [lower(results, *pair, text, paper) for pair in pairs]
+    ran = [claim for claim in claims if claim.ours != NOT_RUN]
+    if not ran:
+        return Claim(text, NOT_RUN, paper, None)
+    return Claim(text, "; ".join(claim.ours for claim in ran), paper, every([claim.holds for claim in claims]))
+
+
+def entry(pair: Shown | None) -> dict[str, Any] | None:
+    """`Experiment.paper` of a pair of perplexities."""
+    if pair is None or isinstance(pair, str):
+        return None if pair is None else dict.fromkeys(SPLITS, pair)
+    return dict(zip(SPLITS, pair, strict=True))
+
+
+def best_of(results: Results, model: str, others: Sequence[str], text: str, paper: str) -> Claim:
+    """`model` is lower than each of `others`, on both texts, at every size; undecided while some are missing."""
+    claims = {other: lower(results, model, other, text, paper) for other in others}
+    ran = {other: claim for other, claim in claims.items() if claim.ours != NOT_RUN}
+    if not ran:
+        return Claim(text, NOT_RUN, paper, None)
+    lost = [other for other, claim in ran.items() if claim.holds is False]
+    mine = "; ".join(show_pair(mean(results, model, size)) for size in results.sizes(model))
+    if lost:
+        rivals = ", ".join(
+            f"{show_pair(mean(results, other, size))} of {other}"
+            for other in lost
+            for size in results.sizes(model, other)
+        )
+        return Claim(text, f"{mine} against {rivals}", paper, False)
+    close = [other for other, claim in ran.items() if "closer than" in claim.ours]
+    ours = f"{mine}, too close to {', '.join(close)}" if close else f"{mine}, lowest of {len(ran) + 1}"
+    return Claim(text, ours, paper, every([claim.holds for claim in claims.values()]))

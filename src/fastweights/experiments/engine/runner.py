@@ -1,0 +1,301 @@
+"""Cells that are runs of the training loop, each in a folder of its own, from which an interrupted one goes on.
+
+    run = runner(Trainable(build, score))
+
+What is to be learned and how it is scored is the experiment's; here are the folder, the processes, and the metrics that
+every run has: `curve` and `training_curve` ([[step, value], ...]), of the validations `best_loss` and `last_loss`, or
+`best_bleu` and `last_bleu` where that is the task's score, `steps`, `tokens`, `tokens_per_s` and `memory_bytes`. A
+training that diverges is a result too: `diverged_at`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from fastweights.common import provenance
+from fastweights.experiments.engine.experiment import BadInput, Cell, Outcome, Outcomes, Setup
+
+if TYPE_CHECKING:
+    from fastweights.training.engine.config import TrainingConfig
+    from fastweights.training.engine.settings import Fields
+    from fastweights.training.engine.task import Score, Task
+
+Config = Mapping[str, Any]
+Report = Callable[[int, float], None]
+OWN_OPTIONS = {"seed": "--seeds", **dict.fromkeys(("accelerator", "devices", "nodes", "strategy"), "--device")}
+"""Fields of every training that are not for --set, and the option that decides each."""
+
+POINTS = 250
+"""At most so many points of a training curve are kept."""
+
+_PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """How the cells of an experiment are trained. Both are functions of a module, so that other processes find them.
+
+    Args:
+        build: what to train for a configuration, with the data in that folder.
+        score: the metrics of the run in a folder once it is trained (configuration, run, data, device).
+    """
+
+    build: Callable[[Config, Path | None], tuple[Task, TrainingConfig]]
+    score: Callable[[Config, Path, Path | None, str], Mapping[str, Any]]
+
+
+def runner(kind: Trainable) -> Callable[[Sequence[Cell], Setup], Outcomes]:
+    """The `Experiment.run` of such cells.
+
+    On a CPU as many cells as there are cores are trained at once, with a thread each, which for small models does more
+    than all threads on one; on a GPU one at a time.
+    """
+
+    def run(cells: Sequence[Cell], setup: Setup) -> Outcomes:
+        from fastweights.training.runs.folder import RunError
+
+        jobs = min(len(cells), setup.jobs or (1 if setup.device.startswith("cuda") else provenance.cores()))
+        outcomes = _one_by_one(kind, cells, setup) if jobs == 1 else _at_once(kind, cells, setup, jobs)
+        try:
+            for cell, outcome in outcomes:
+                yield cell, outcome
+                # Whoever takes the next outcome has stored this one.
+                if not setup.keep:
+                    shutil.rmtree(setup.folder / cell.slug, ignore_errors=True)
+        except RunError as error:
+            raise BadInput(str(error)) from None
+        finally:
+            outcomes.close()
+            # Empty unless a cell was interrupted or kept.
+            if setup.folder.is_dir() and not any(setup.folder.iterdir()):
+                setup.folder.rmdir()
+
+    return run
+
+
+def train_cell(
+    kind: Trainable, config: Config, folder: Path, data: Path | None, device: str, report: Report
+) -> tuple[dict[str, Any], float]:
+    """Train and score one cell, or go on with it: its metrics, and the seconds it took over all stretches."""
+    from rich.console import Console
+
+    from fastweights.training.engine.diagnosis import Diverged
+    from fastweights.training.engine.loop import train
+    from fastweights.training.runs.log import read_log
+
+    here = means(device, config)
+    task, training = kind.build(config, data)
+    forget_others(device)
+    training = replace(training, **here)
+    about = {"data": str(data.resolve())} if data else {}
+    diverged = None
+    try:
+        train(task, training, folder, console=Console(quiet=True), about=about, watch=_Watch(report))
+    except Diverged as error:
+        diverged = error.step
+    records = read_log(folder / "log.jsonl")
+    metrics = measurements(records, task.score)
+    start = time.perf_counter()
+    if diverged is None:
+        metrics |= kind.score(config, folder, data, device)
+    else:
+        metrics |= {"diverged_at": diverged}
+    wall = max((record.get("wall_s", 0.0) for record in records), default=0.0)
+    return metrics, wall + time.perf_counter() - start
+
+
+def measurements(records: Sequence[Mapping[str, Any]], score: Score) -> dict[str, Any]:
+    """What the log of any run says; `curve`, best and last are of what its `score` names."""
+    valid = [[r["step"], r[score.name]] for r in records if r["kind"] == "valid"]
+    train = [r for r in records if r["kind"] == "train"]
+    # The log writes what is not a number as text.
+    scores = [value for _, value in valid if not isinstance(value, str)]
+    thin = train[:: -(-len(train) // POINTS)] if train else []
+    return {
+        "curve": [[step, None if isinstance(value, str) else value] for step, value in valid],
+        "training_curve": [[r["step"], r["loss"]] for r in thin if not isinstance(r["loss"], str)],
+        f"best_{score.name}": (max if score.higher_is_better else min)(scores, default=None),
+        f"last_{score.name}": scores[-1] if scores else None,
+        "steps": max((r["step"] for r in records), default=0),
+        "tokens": int(max((r["tokens"] for r in train), default=0)),
+        "tokens_per_s": statistics.median(r["tokens_per_s"] for r in train) if train else None,
+        "memory_bytes": max((r["memory_bytes"] for r in train), default=None),
+    }
+
+
+def means(device: str, config: Config) -> dict[str, Any]:
+    """Where and how the loop runs here, and what the cell's settings say of it; fields that change no result."""
+    from fastweights.training.engine.config import TrainingConfig
+
+    kind, _, number = device.partition(":")
+    if number not in ("", "0"):
+        raise BadInput(f"models are trained on the first GPU, not on {device}; set CUDA_VISIBLE_DEVICES={number}")
+    usual = {"accelerator": kind, "devices": "auto", "tensorboard": False, "checkpoint_minutes": 2.0, "keep": 1}
+    asked = {name: value for name, value in config.get("set", {}).items() if name in TrainingConfig.free()}
+    return {**usual, **asked}
+
+
+def check_settings(fields: Fields, settings: Mapping[str, Any]) -> None:
+    """A ValueError for settings of cells that are none, or that have an option of their own."""
+    for name in settings:
+        fields.check(name)
+        if name in OWN_OPTIONS:
+            raise ValueError(f"{name} is not for --set: it follows from {OWN_OPTIONS[name]}")
+
+
+def training_of(config: Config, **more: Any) -> TrainingConfig:
+    """The training of a cell, in whose configuration, as JSON has it, tuples are lists."""
+    from fastweights.training.engine.config import TrainingConfig
+
+    values = {**config["training"], **more}
+    return TrainingConfig(**{**values, "betas": tuple(values["betas"])})
+
+
+def forget_others(device: str) -> None:
+    """Let this cell be as if it were the first: the peak of memory its own, and nothing compiled.
+
+    `torch.compile` gives up on a function, without a word, after eight versions of it, and every model is another. The
+    peak is that of the GPU, and on Linux that of the process.
+    """
+    import torch
+
+    # Loaded by whatever compiles first, in a second or two.
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+    elif (path := Path("/proc/self/clear_refs")).exists():
+        # Some containers forbid it: the peak is then that of the process so far.
+        with suppress(OSError):
+            path.write_text("5")
+
+
+class _Watch:
+    """Passes the losses of the log on. Where nobody listens any more, the run is asked to save and stop."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if record["kind"] == "event" or isinstance(record["loss"], str):
+            return
+        try:
+            self.report(record["step"], record["loss"])
+        except OSError:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def close(self) -> None:
+        pass
+
+
+def _folder(cell: Cell, setup: Setup) -> Path:
+    """Where the cell that is about to begin is trained: not on what an earlier command left, where that is forced."""
+    folder = setup.folder / cell.slug
+    if setup.force and folder.exists():
+        shutil.rmtree(folder)
+    return folder
+
+
+def _one_by_one(kind: Trainable, cells: Sequence[Cell], setup: Setup) -> Outcomes:
+    from fastweights.training.runs.signals import Interrupted
+
+    for cell in cells:
+
+        def report(step: int, loss: float, cell: Cell = cell) -> None:
+            setup.on_progress(cell, step, loss)
+
+        try:
+            result = train_cell(kind, cell.config, _folder(cell, setup), setup.data, setup.device, report)
+        except Interrupted as stop:
+            if stop.code == 128 + signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise
+        yield cell, Outcome(*result)
+
+
+def _at_once(kind: Trainable, cells: Sequence[Cell], setup: Setup, jobs: int) -> Outcomes:
+    """`jobs` processes, each with its share of the cores; none outlives this generator."""
+    # A fork would inherit PyTorch's threads in whatever state they are.
+    context = multiprocessing.get_context("spawn")
+    threads = max(1, provenance.cores() // jobs)
+    waiting = list(cells)
+    working: dict[Connection[Any, Any], Cell] = {}
+    workers: list[tuple[Any, Connection[Any, Any]]] = []
+    try:
+        for _ in range(jobs):
+            ours, theirs = context.Pipe()
+            worker = context.Process(target=_work, args=(theirs, kind, setup.data, setup.device, threads), daemon=True)
+            worker.start()
+            theirs.close()
+            workers.append((worker, ours))
+            working[ours] = waiting.pop(0)
+            ours.send((working[ours].config, _folder(working[ours], setup)))
+        while working:
+            for ready in wait(list(working)):
+                ours = cast("Connection[Any, Any]", ready)
+                try:
+                    what, *content = ours.recv()
+                except EOFError:
+                    raise RuntimeError("a worker process has died; was it out of memory?") from None
+                cell = working[ours]
+                if what == "failed":
+                    raise content[0]
+                if what == "progress":
+                    setup.on_progress(cell, *content)
+                    continue
+                del working[ours]
+                if waiting:
+                    working[ours] = waiting.pop(0)
+                    ours.send((working[ours].config, _folder(working[ours], setup)))
+                yield cell, Outcome(*content)
+    finally:
+        for worker, _ in workers:
+            # A run that is asked to stop saves first.
+            worker.terminate()
+        for worker, ours in workers:
+            worker.join(_PATIENCE)
+            worker.kill()
+            worker.join()
+            ours.close()
+
+
+def _work(pipe: Connection[Any, Any], kind: Trainable, data: Path | None, device: str, threads: int) -> None:
+    import torch
+
+    from fastweights.training.runs.folder import RunError
+
+    # Ctrl-C is for the process that started this one, which then asks it to stop, once.
+    if hasattr(os, "setsid"):
+        os.setsid()
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+
+    def report(step: int, loss: float) -> None:
+        pipe.send(("progress", step, loss))
+
+    while True:
+        try:
+            config, folder = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer: tuple[Any, ...] = ("done", *train_cell(kind, config, folder, data, device, report))
+        except (RunError, ValueError, BadInput, ImportError) as error:
+            answer = ("failed", BadInput(str(error)))
+        except Exception:
+            answer = ("failed", RuntimeError(f"{folder.name} failed:\n{traceback.format_exc()}"))
+        pipe.send(answer)

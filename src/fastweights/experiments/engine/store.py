@@ -1,0 +1,258 @@
+"""Results on disk: one file for each cell, written whole or not at all, and one `results.json` for each experiment.
+
+    OUT/NAME/cells/SLUG.json    a cell, written as soon as it is trained
+    OUT/NAME/results.json       every cell of one scale, assembled from them
+    OUT/corpora.json            what the corpora of older cells, by fingerprint, are scored on: `keep_corpus`
+
+A cell counts as known when its file, or an entry of a `results.json`, has its configuration, under any experiment: what
+was trained for one figure is not trained again for another. Cells of other scales, and of other data where an
+experiment takes them, stay beside those in `results.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastweights.common.files import write_atomically
+from fastweights.experiments.engine.experiment import SCALES, BadInput, Experiment, Record, given_of
+
+FORMAT = 1
+_ENTRY = {"config": dict, "metrics": dict, "wall_s": (int, float), "commit": str, "hardware": str, "versions": dict}
+_CONFIG = ("scale", "model", "size", "seed")
+
+
+class Assembled(NamedTuple):
+    """A `results.json`."""
+
+    scale: str
+    records: list[Record]
+    given: dict[str, Any]
+
+
+class Store:
+    """The folder OUT. `warn` is told of files that are ignored."""
+
+    def __init__(self, out: Path, warn: Callable[[str], None] = lambda message: None) -> None:
+        self.out = out
+        self.warn = warn
+        self._ignored: set[Path] = set()
+
+    def folder(self, name: str) -> Path:
+        return self.out / name
+
+    def check_writable(self) -> None:
+        probe = self.out / f".writable.{os.getpid()}.tmp"
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise BadInput(f"cannot write to {self.out}: {error.strerror}; choose another folder with --out") from None
+
+    def assembled(self, name: str) -> Assembled | None:
+        """What `results.json` holds, None without one; BadInput when it is broken or of another version."""
+        path = self.folder(name) / "results.json"
+        if not path.exists():
+            return None
+        remedy = "nothing was changed; move it away or choose another folder with --out"
+        try:
+            content = json.loads(path.read_text())
+            found = content["format"]
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise BadInput(f"{path} is cut short or not a results file ({_reason(error)}); {remedy}") from None
+        if found != FORMAT:
+            raise BadInput(f"{path} has format {found!r}, this version reads format {FORMAT}; {remedy}")
+        try:
+            if content["experiment"] != name:
+                raise ValueError(f"it holds {content['experiment']!r}, not {name!r}")
+            cells = [_record(entry) for entry in content["cells"]]
+            return Assembled(content["scale"], cells, content.get("given", {}))
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadInput(f"{path} is not a results file ({_reason(error)}); {remedy}") from None
+
+    def known(self, name: str) -> dict[str, Record]:
+        """Every readable cell stored under `name`, of any scale, by slug."""
+        assembled = self.assembled(name)
+        records = {record.slug: record for record in (assembled.records if assembled else [])}
+        for path in sorted((self.folder(name) / "cells").glob("[!.]*.json")):
+            record = self._read_cell(path)
+            if record is not None:
+                records[record.slug] = record
+        return records
+
+    def known_anywhere(self) -> dict[str, Record]:
+        names = sorted(path.name for path in self.out.glob("*") if path.is_dir())
+        return {slug: record for name in names for slug, record in self.known(name).items()}
+
+    def of(self, experiment: Experiment, scale: str, given: Mapping[str, Any] | None = None) -> list[Record]:
+        """The experiment's cells of that scale and with what was `given`, or of the first of its `groups`."""
+        groups = self.groups(experiment, scale)
+        if given is not None:
+            groups = [group for group in groups if _given(group[0], experiment) == _key(given)]
+        return groups[0] if groups else []
+
+    def groups(self, experiment: Experiment, scale: str) -> list[list[Record]]:
+        """The experiment's cells of that scale in the order of its grid, a group for each thing that was `given`.
+
+        The first is the one of `results.json` where that is of this scale, then those with the most cells.
+        """
+        found: dict[str, list[Record]] = {}
+        corpora = self.corpora()
+        for record in self.known(experiment.name).values():
+            cell = experiment.own(record) if record.config["scale"] == scale else None
+            if cell is not None:
+                record = _completed(record, cell.paper, corpora)
+                found.setdefault(_given(record, experiment), []).append(record)
+        assembled = self.assembled(experiment.name)
+        shown = _key(assembled.given) if assembled is not None and assembled.scale == scale else None
+        models = list(experiment.models)
+        order = lambda r: (models.index(r.config["model"]), r.config["size"], r.config["seed"])  # noqa: E731
+        ranked = sorted(found, key=lambda given: (given != shown, -len(found[given])))
+        return [sorted(found[given], key=order) for given in ranked]
+
+    def corpora(self) -> dict[str, Any]:
+        """The corpora that are known by their fingerprints; BadInput when the file is broken."""
+        path = self.out / "corpora.json"
+        try:
+            found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+            _ = [corpus["sets"].items() for corpus in found.values()]
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise BadInput(f"{path} is not a list of corpora ({_reason(error)}); move it away") from None
+        return found
+
+    def keep_corpus(self, folder: Path) -> None:
+        """Keep what is scored with the corpus in `folder`, for cells of it that do not say so themselves."""
+        from fastweights.data.manifest import DataError, fingerprint, finished, layout, read_manifest, sets
+
+        manifest = read_manifest(folder)
+        manifest = finished(folder, layout(manifest) if manifest else "stream", verify=True)
+        if not sets(manifest):
+            raise DataError(f"{folder} does not name its validation and test set; prepare it again with --force")
+        mark, records = fingerprint(manifest), self.known_anywhere().values()
+        if all(record.config.get("corpus", {}).get("fingerprint") != mark for record in records):
+            raise BadInput(f"no result in {self.out} was made with the corpus in {folder} ({manifest['name']}, {mark})")
+        found = self.corpora() | {mark: {"name": manifest["name"], "sets": sets(manifest)}}
+        write_atomically(self.out / "corpora.json", (json.dumps(found, indent=1, sort_keys=True) + "\n").encode())
+
+    def current(self, experiment: Experiment) -> tuple[str | None, list[Record]]:
+        """The scale and the records to show: the experiment's cells, or else what an older `results.json` kept."""
+        name = experiment.name
+        scale = self.scale(name)
+        records = self.of(experiment, scale) if scale else []
+        assembled = self.assembled(name)
+        if not records and assembled is not None:
+            records = [record for record in assembled.records if record.config["model"] in experiment.models]
+            if records:
+                self.warn(
+                    f"the results of {name} are of an older configuration; `reproduce` would train its cells again"
+                )
+        return (scale if records else None), records
+
+    def _read_cell(self, path: Path) -> Record | None:
+        try:
+            content = json.loads(path.read_text())
+            found = content["format"]
+            if found == FORMAT:
+                record = _record(content)
+                if record.slug != path.stem:
+                    raise ValueError("its configuration does not match its name")
+                return record
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            if path not in self._ignored:
+                self.warn(f"{path} is broken ({_reason(error)}) and counts as not run")
+            self._ignored.add(path)
+            return None
+        raise BadInput(
+            f"{path} has format {found!r}, this version reads format {FORMAT}; nothing was changed; "
+            f"move it away or choose another folder with --out"
+        )
+
+    def clear_temporaries(self, name: str) -> None:
+        """Remove what a killed run left in the middle of a write."""
+        for folder in (self.folder(name), self.folder(name) / "cells"):
+            for path in folder.glob(".*.tmp"):
+                path.unlink(missing_ok=True)
+
+    def save(self, name: str, record: Record) -> None:
+        """Store the cell under `name`, and in place of an older result under any other experiment that shares it."""
+        content = _dump({"format": FORMAT, **_entry(record)}).encode()
+        own = self.folder(name) / "cells" / f"{record.slug}.json"
+        for path in {own, *self.out.glob(f"*/cells/{record.slug}.json")}:
+            write_atomically(path, content)
+
+    def scale(self, name: str) -> str | None:
+        """The scale that `results.json` holds, or else the largest that has cells."""
+        assembled = self.assembled(name)
+        if assembled is not None:
+            return assembled.scale
+        present = {record.config["scale"] for record in self.known(name).values()}
+        return next((scale for scale in reversed(SCALES) if scale in present), None)
+
+    def assemble(self, experiment: Experiment, scale: str, given: Mapping[str, Any] | None = None) -> None:
+        """Write `results.json` from the experiment's cells of that scale and with what was given, if there are any."""
+        name, path = experiment.name, self.folder(experiment.name) / "results.json"
+        records, before = self.of(experiment, scale, given), self.assembled(name)
+        if not records:
+            return
+        for record in before.records if before else []:
+            # A results file may have come without its cell files; another scale must not push its cells out.
+            if not (self.folder(name) / "cells" / f"{record.slug}.json").exists():
+                self.save(name, record)
+        content = assembly(experiment, scale, records).encode()
+        if not path.exists() or path.read_bytes() != content:
+            write_atomically(path, content)
+
+
+def assembly(experiment: Experiment, scale: str, records: Sequence[Record]) -> str:
+    """The text of `results.json`, a line for each cell. The run it names at the top is the one most cells come from."""
+    runs = Counter((r.commit, r.hardware, json.dumps(r.versions, sort_keys=True)) for r in records)
+    commit, hardware, versions = runs.most_common(1)[0][0] if runs else ("", "", "{}")
+    head: dict[str, Any] = {"format": FORMAT, "experiment": experiment.name, "scale": scale}
+    if experiment.given:
+        head["given"] = given_of(records[0].config, experiment.given) if records else {}
+    head |= {"commit": commit, "hardware": hardware, "versions": json.loads(versions)}
+    lines = [f" {_dump(key)}: {_dump(value)}," for key, value in head.items()]
+    cells = ",\n  ".join(_dump(_entry(record)) for record in records)
+    return "{\n" + "\n".join(lines) + '\n "cells": [\n  ' + cells + "\n ]\n}\n"
+
+
+def _entry(record: Record) -> dict[str, Any]:
+    fields = ("config", "metrics", "paper", "wall_s", "commit", "hardware", "versions")
+    return {name: getattr(record, name) for name in fields}
+
+
+def _record(entry: Any) -> Record:
+    for name, kind in _ENTRY.items():
+        if not isinstance(entry[name], kind):  # type: ignore[arg-type]
+            raise ValueError(f"its {name!r} is {type(entry[name]).__name__}")
+    for name in _CONFIG:
+        entry["config"][name]
+    return Record(paper=entry.get("paper"), **{name: entry[name] for name in _ENTRY})
+
+
+def _completed(record: Record, paper: Any, corpora: Mapping[str, Any]) -> Record:
+    """The record with the paper's values of today, and with what it was scored on where only the corpus says it."""
+    corpus = corpora.get(record.config.get("corpus", {}).get("fingerprint"))
+    told = {"sets": corpus["sets"]} if corpus and not record.metrics.get("sets") else {}
+    return _record({**_entry(record), "paper": paper, "metrics": {**record.metrics, **told}})
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def _given(record: Record, experiment: Experiment) -> str:
+    return _key(given_of(record.config, experiment.given))
+
+
+def _key(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _reason(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error)

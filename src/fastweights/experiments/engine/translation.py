@@ -1,0 +1,257 @@
+"""How the models of Table 1 are trained and scored: the pairs they learn from, the cells, training, BLEU.
+
+A cell is named by everything that decides its numbers: the model and its training in full, how it is decoded, and which
+pairs it learned from, by name and fingerprint. Each model is scored at the checkpoint with the highest validation BLEU,
+without averaging checkpoints [App. E].
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastweights.data.places import NUMBERS
+from fastweights.experiments.engine.corpus import honest
+from fastweights.experiments.engine.experiment import BadInput, Given, Request, Scale, storable
+from fastweights.experiments.engine.runner import Trainable, check_settings, runner, training_of
+
+if TYPE_CHECKING:
+    from fastweights.data.pairs.corpus import ParallelCorpus
+    from fastweights.training.engine.config import TrainingConfig
+    from fastweights.training.engine.settings import Fields
+    from fastweights.training.tasks.translation import TranslationTask
+
+GIVEN = ("corpus", "set")
+SPLITS = ("valid", "test")
+SAMPLES = 3
+"""So many translations are kept, for the eye: of the test set, or without one of the validation set."""
+
+REMEDY = "`fastweights data wmt14 --out data/wmt14` (or `data parallel --source DIR`), then --data data/wmt14"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A column of the table.
+
+    Args:
+        attention: in all three positions.
+        multiple: d_dot / d_key, for maps that have a choice: 1, 4 and 8 are the paper's 64, 256 and 512.
+    """
+
+    label: str
+    attention: str
+    multiple: int = 1
+
+    def choice(self, d_key: int) -> dict[str, Any]:
+        """The hyper-parameter that gives this d_dot, as Table 6 has it."""
+        d_dot = self.multiple * d_key
+        return {"performer": {"features": d_dot // 2}, "dpfp": {"nu": self.multiple // 2}}.get(self.attention, {})
+
+
+MODELS = {
+    "softmax": Model("Standard", "softmax"),
+    "linear": Model("Linear", "linear"),
+    "performer-1": Model("Performer, d_dot = d_key", "performer", 1),
+    "performer-4": Model("Performer, d_dot = 4 d_key", "performer", 4),
+    "performer-8": Model("Performer, d_dot = 8 d_key", "performer", 8),
+    "dpfp-2": Model("DPFP, d_dot = 4 d_key", "dpfp", 4),
+    "dpfp-4": Model("DPFP, d_dot = 8 d_key", "dpfp", 8),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translation:
+    """`Scale.options` of the table.
+
+    Args:
+        presets: of `models.translation_presets`, by d_model.
+        settings: fields of `training.translation.plan_translation` that differ from the preset's.
+        beam, length_penalty: of the search that is scored.
+        sentences: only so many of each split are scored, for a run that shows nothing but that everything works.
+    """
+
+    presets: Mapping[int, str]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    beam: int = 4
+    length_penalty: float = 0.6
+    sentences: int | None = None
+
+
+def take(scale: str, request: Request) -> Given:
+    """`Experiment.take`: number words at scales smoke and small, and sentence pairs of the caller's at the others."""
+    if scale in ("smoke", "small"):
+        if request.data:
+            raise BadInput(f"--data is for scales paper and code; scale {scale} learns to translate number words")
+        folder = _numbers()
+    else:
+        folder = _folder_of(scale, request.data)
+    return Given({"corpus": identify(folder), "set": dict(request.settings)}, folder)
+
+
+def _numbers() -> Path:
+    from fastweights.data.prepare import prepare
+
+    prepare("numbers", None, NUMBERS)
+    return NUMBERS
+
+
+def _folder_of(scale: str, folders: Sequence[Path]) -> Path:
+    from fastweights.data.manifest import layout, read_manifest
+
+    for folder in folders:
+        manifest = read_manifest(folder)
+        if manifest is not None and layout(manifest) == "pairs":
+            return folder
+    given = f"; {', '.join(map(str, folders))} holds none" if folders else ""
+    raise BadInput(f"scale {scale} needs sentence pairs, the paper's are WMT14{given}: {REMEDY}")
+
+
+def identify(folder: Path) -> dict[str, Any]:
+    """The corpus as it stands in a cell's configuration: which pairs they are, wherever they lie."""
+    from fastweights.data.pairs.corpus import ParallelCorpus
+
+    corpus = ParallelCorpus.load(folder)
+    names = {"numbers": "number words"}
+    name = names.get(corpus.manifest["kind"], corpus.manifest["name"])
+    languages = f"{corpus.source_language}-{corpus.target_language}"
+    name = name if name.endswith(languages) else f"{name}, {languages}"
+    return {
+        "name": honest(name, corpus.manifest),
+        "pieces": len(corpus.tokenizer),
+        "fingerprint": corpus.fingerprint,
+    }
+
+
+def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
+    """`Experiment.configure`: everything in full, so that no default is left to change."""
+
+    def configure(
+        scale: str, model: str, size: int, seed: int, corpus: Mapping[str, Any], set: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        from fastweights.training.engine.config import TrainingConfig
+        from fastweights.training.tasks.translation import FIELDS, plan_translation
+
+        at, row = scales[scale].options["translation"], MODELS[model]
+        if size not in at.presets:
+            known = ", ".join(f"{width} ({preset})" for width, preset in at.presets.items())
+            raise ValueError(f"at scale {scale} d_model is one of {known}, got {size}")
+        check_settings(FIELDS, set)
+        _check_used(model, set)
+        shared = {"preset": at.presets[size], "attention": row.attention, **at.settings, "seed": seed, **set}
+        d_key = plan_translation(corpus["pieces"], **shared).model.d_head
+        found = plan_translation(corpus["pieces"], **{**row.choice(d_key), **shared})
+        settled = TrainingConfig.free() - {"eval_every"}
+        training = {name: value for name, value in found.training.describe().items() if name not in settled}
+        batches = {name: getattr(found.recipe, name) for name in ("max_tokens", "max_length", "label_smoothing")}
+        return {
+            "scale": scale,
+            "model": model,
+            "rule": "none" if row.attention == "softmax" else found.model.rule,
+            "size": size,
+            "seed": seed,
+            "corpus": dict(corpus),
+            "set": dict(set),
+            "steps": training["steps"],
+            "d_dot": found.model.d_dot(row.attention),
+            "network": storable(found.model.to_dict()),
+            "batches": storable({**batches, **found.task}),
+            "training": storable(training),
+            "decoding": {"beam": at.beam, "length_penalty": at.length_penalty, "sentences": at.sentences},
+        }
+
+    return configure
+
+
+def _check_used(model: str, settings: Mapping[str, Any]) -> None:
+    """A ValueError for a setting that this model has no use for, with the models that have one."""
+    from fastweights.models.translation_config import POSITIONS, idle_fields
+
+    def idle(row: Model) -> dict[str, str]:
+        return idle_fields(*(settings.get(position, row.attention) for position in POSITIONS))
+
+    for name, use in idle(MODELS[model]).items():
+        if name in settings:
+            able = ",".join(other for other, row in MODELS.items() if name not in idle(row))
+            remedy = f"--models {able}" if able else "leave it out"
+            raise ValueError(f"{name} is for {use}, which {model} has not: {remedy}")
+
+
+def build(config: Mapping[str, Any], data: Path | None) -> tuple[TranslationTask, TrainingConfig]:
+    """The task and the training of a cell."""
+    from fastweights.models.translation_config import TranslationModelConfig
+    from fastweights.training.tasks.translation import TranslationTask
+
+    model, corpus = TranslationModelConfig.from_dict(config["network"]), corpus_of(config, data)
+    settings = training_of(config, log_every=min(100, max(1, config["steps"] // 50)))
+    return TranslationTask(model, corpus, seed=config["seed"], **config["batches"]), settings
+
+
+def corpus_of(config: Mapping[str, Any], data: Path | None) -> ParallelCorpus:
+    """The pairs of a cell, which must be those it is named after."""
+    from fastweights.data.pairs.corpus import ParallelCorpus
+
+    assert data is not None
+    corpus = ParallelCorpus.load(data)
+    if corpus.fingerprint != config["corpus"]["fingerprint"]:
+        raise BadInput(f"the corpus in {data} was changed while it was being used")
+    return corpus
+
+
+def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: str) -> dict[str, Any]:
+    """BLEU of the best checkpoint on valid, and on test where there is one. Each is kept as soon as it is known."""
+    import torch
+
+    from fastweights.common.files import write_atomically
+    from fastweights.data.manifest import sets
+    from fastweights.training.runs.translation_run import TranslationRun, keep_tokenizer
+
+    # A GPU would otherwise keep the training's memory while the evaluation asks for its own.
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    model, checkpoint = TranslationRun.open(folder).load("best", device)
+    corpus = corpus_of(config, data)
+    keep_tokenizer(folder, corpus)
+    found: dict[str, Any] = {"parameters": model.n_parameters, "best_step": checkpoint.step}
+    found["sets"] = sets(corpus.manifest)
+    samples: list[Any] = []
+    for split in (split for split in SPLITS if split in corpus.splits):
+        path = folder / "eval" / f"{split}-table1.json"
+        if not path.exists():
+            result = storable(_translate(model, corpus, split, config["decoding"], device))
+            write_atomically(path, json.dumps(result).encode())
+        found[split] = json.loads(path.read_text())
+        samples = found[split].pop("samples")
+    return {**found, "samples": samples}
+
+
+def _translate(model: Any, corpus: ParallelCorpus, split: str, how: Mapping[str, Any], device: str) -> dict[str, Any]:
+    from fastweights.inference.translate import translate
+    from fastweights.training.tasks.bleu import bleu
+
+    pairs, count = corpus.split(split), how["sentences"]
+    sources, references = pairs.sources[:count], pairs.targets[:count]
+    search = {"beam": how["beam"], "length_penalty": how["length_penalty"]}
+    hypotheses = translate(model, corpus.tokenizer, sources, **search, device=device)
+    found = bleu(hypotheses, references)
+    right = sum(map(str.__eq__, hypotheses, references)) / len(references)
+    samples = list(zip(sources, references, hypotheses, strict=True))[:SAMPLES]
+    return {
+        "bleu": found.score,
+        "exact": right,
+        "sentences": len(sources),
+        "signature": found.signature,
+        "samples": samples,
+    }
+
+
+run = runner(Trainable(build, score))
+
+
+def settings() -> Fields:
+    """`Experiment.fields` of translation models."""
+    from fastweights.training.tasks.translation import FIELDS
+
+    return FIELDS

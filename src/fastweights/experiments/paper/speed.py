@@ -1,0 +1,273 @@
+"""Words a second and memory of every language model in training [Sec. 6.3, "Complexity, wall clock time, memory"].
+
+Each model makes a few updates of the small configuration, one model after the other, with all cores or the whole GPU to
+itself; the median of several stretches counts. The text is drawn by Zipf's law over as many words as WikiText-103 has,
+because the adaptive softmax depends on their frequencies: no corpus is needed. Memory is, on a GPU, the most that was
+allocated; on a CPU, the most that the process held above what it held before the model was made.
+
+The paper's numbers are of its own CUDA kernels on two V100 in 2021: they say what it found the rules to cost beside
+each other, and are not a measure of this library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from fastweights.experiments.engine import language
+from fastweights.experiments.engine.corpus import WIKITEXT103
+from fastweights.experiments.engine.experiment import (
+    NOT_RUN,
+    Cell,
+    Claim,
+    Experiment,
+    Given,
+    Outcome,
+    Outcomes,
+    Plot,
+    Request,
+    Results,
+    Scale,
+    Setup,
+    Table,
+)
+from fastweights.experiments.engine.language import SMALL, SMOKE, Language
+from fastweights.experiments.engine.runner import forget_others, means, training_of
+
+if TYPE_CHECKING:
+    from fastweights.data.text.corpus import Corpus
+
+# Words a second in thousands and memory in GB, "for the small LM setting". Those of DPFP and Performer are of Table 5;
+# the paper does not say with which rule.
+PAPER = {
+    "transformer": (33, 17),
+    "linear": (66, 13),
+    "delta": (63, 14),
+    "performer-wide": (57, None),
+    "performer-wide-delta": (57, None),
+    "dpfp-1": (63, None),
+    "dpfp-1-delta": (63, None),
+}
+LABELS = {
+    **language.labels("transformer", "linear", "delta"),
+    "performer": "Performer, sum",
+    "performer-delta": "Performer, delta",
+    "performer-wide": "Performer of Table 5, sum",
+    "performer-wide-delta": "Performer of Table 5, delta",
+    **language.labels("dpfp-1", "dpfp-1-delta"),
+    "delta-norm": "Delta Network, attention norm.",
+    "delta-carried": "Delta Network, carried context",
+    "xl": "Transformer-XL",
+}
+MARGINAL = 0.85
+"""The delta rule's cost is marginal where it keeps this share of the sum rule's words a second, in as much memory."""
+
+PAPER_SIZES = Language(presets={128: "small"})
+
+
+def _scale(options: Language, cost: str, note: str, *, decides: bool, **measured: int) -> Scale:
+    (size,) = options.presets
+    every = {"language": options, **measured}
+    return Scale(sizes=(size,), seeds=language.SEEDS, options=every, cost=cost, note=note, decides=decides)
+
+
+_SMOKE_NOTE = "A few updates: a check that everything runs, not a result."
+_SMALL_NOTE = "The reduced model of the tables at this scale, on whatever this machine is: it decides nothing."
+_FULL = {"stretches": 5, "updates": 20, "words": WIKITEXT103.words}
+SCALES = {
+    "smoke": _scale(SMOKE, "3 s", _SMOKE_NOTE, decides=False, stretches=1, updates=2, words=500),
+    "small": _scale(SMALL, "1 min on 2 cores", _SMALL_NOTE, decides=False, stretches=3, updates=8, words=5_693),
+    "code": _scale(PAPER_SIZES, "10 min on a GPU", "As scale paper.", decides=True, **_FULL),
+    "paper": _scale(PAPER_SIZES, "10 min on a GPU", "As in training, but for updates only.", decides=True, **_FULL),
+}
+STATEMENT = (
+    "Linear Transformer with and without our delta update rule: 63 K and 66 K words/sec, and 14 and 13 GB. The extra "
+    "resource requirement is thus marginal. They are faster than the regular Transformers implemented in PyTorch which "
+    "process 33 K words/sec and require 17 GB memory."
+)
+
+
+def take(scale: str, request: Request) -> Given:
+    return Given({"set": dict(request.settings), "device": request.device.partition(":")[0]})
+
+
+def configure(scale: str, model: str, size: int, seed: int, set: Mapping[str, Any], device: str) -> Mapping[str, Any]:
+    at = SCALES[scale].options
+    corpus = {"words": at["words"]}
+    whole = language.configure(SCALES)(scale, model, size, seed, corpus=corpus, set=set)
+    unused = ("corpus", "evaluations", "excerpt", "eval_batch", "steps")
+    kept = {name: value for name, value in whole.items() if name not in unused}
+    return {**kept, "device": device, "stretches": at["stretches"], "updates": at["updates"]}
+
+
+def run(cells: Sequence[Cell], setup: Setup) -> Outcomes:
+    """One after the other whatever `jobs` says: they would slow each other down."""
+    # What libraries hold once they are in use belongs to none of the models.
+    measure({**cells[0].config, "stretches": 1, "updates": 1}, setup.device)
+    for cell in cells:
+        start = time.perf_counter()
+        metrics = measure(cell.config, setup.device)
+        setup.on_progress(cell, cell.config["updates"], metrics["last_loss"])
+        yield cell, Outcome(metrics, time.perf_counter() - start)
+
+
+def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Speed and memory of the updates of one model; the first ones, which build and tune kernels, do not count."""
+    from dataclasses import replace
+
+    from fastweights.models.language_model import LanguageModelConfig
+    from fastweights.training.engine.distributed import launch
+    from fastweights.training.engine.learner import Learner
+    from fastweights.training.tasks.language import LanguageTask
+
+    _release()
+    forget_others(device)
+    before = _held(device)
+    network = LanguageModelConfig.from_dict(config["network"])
+    stretches, updates = config["stretches"], config["updates"]
+    tokens = config["segment"] * config["batch_size"]
+    corpus = _text(network.vocab_size, tokens * (stretches + 1) * updates + config["batch_size"])
+    task = LanguageTask(network, corpus, eval_batch=1, **language.cutting(config))
+    settings = replace(training_of(config), **means(device, config))
+    learner = Learner(launch(task, settings), task, settings)
+    speeds = []
+    for _ in range(stretches + 1):
+        start = time.perf_counter()
+        for _ in range(updates):
+            learner.advance()
+        # Reading the losses waits for the device.
+        found = learner.read()
+        speeds.append(found["tokens"] / (time.perf_counter() - start))
+    speeds = speeds[1:]
+    return {
+        "words_per_s": statistics.median(speeds),
+        "slowest": min(speeds),
+        "fastest": max(speeds),
+        "memory_bytes": max(0, _peak(device) - before),
+        "parameters": task.n_parameters,
+        "last_loss": found["loss"],
+    }
+
+
+def _text(words: int, length: int) -> Corpus:
+    """A text of words drawn by Zipf's law, the frequent ones first; nobody asks for their names."""
+    import torch
+
+    from fastweights.data.text.corpus import TokenStream
+
+    generator = torch.Generator().manual_seed(1)
+    weights = 1.0 / (torch.arange(words, dtype=torch.float64) + 2.7)
+    edges = (weights / weights.sum()).cumsum(0)
+    tokens = torch.searchsorted(edges, torch.rand(length, generator=generator, dtype=torch.float64))
+    stream = TokenStream(tokens.clamp(max=words - 1).to(torch.int32))
+    return cast("Corpus", SimpleNamespace(vocabulary=range(words), train=stream, valid=stream, folder="Zipf's law"))
+
+
+def _release() -> None:
+    """Give the memory of the model before back to the system, where the C library can be asked to."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if hasattr(ctypes, "CDLL") else None
+    if trim is not None:
+        trim(0)
+
+
+def _held(device: str) -> int:
+    import torch
+
+    if device.startswith("cuda"):
+        return torch.cuda.memory_allocated()
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * mmap.PAGESIZE if status.exists() else 0
+
+
+def _peak(device: str) -> int:
+    import torch
+
+    from fastweights.training.runs.log import memory_in_use
+
+    return memory_in_use(torch.device(device))
+
+
+def claims(results: Results) -> list[Claim]:
+    marginal = (
+        f"The delta rule keeps at least {MARGINAL:.0%} of the sum rule's words/s in at most 1 / {MARGINAL} its memory"
+    )
+    faster = "The Linear Transformer and the Delta Network are faster than the Transformer"
+    papers = ("63 K against 66 K words/s, 14 against 13 GB", "66 K and 63 K against 33 K words/s")
+    found = {model: results.of(model)[0].metrics for model in ("transformer", "linear", "delta") if results.of(model)}
+    if len(found) < 3:
+        return [Claim(text, NOT_RUN, paper, None) for text, paper in zip((marginal, faster), papers, strict=True)]
+    speeds = {model: metrics["words_per_s"] for model, metrics in found.items()}
+    memory = {model: metrics["memory_bytes"] for model, metrics in found.items()}
+    shown = {model: _thousands(speed) for model, speed in speeds.items()}
+    return [
+        Claim(
+            marginal,
+            f"{shown['delta']} against {shown['linear']} words/s, "
+            f"{_gib(memory['delta'])} against {_gib(memory['linear'])}",
+            papers[0],
+            speeds["delta"] >= MARGINAL * speeds["linear"] and memory["linear"] >= MARGINAL * memory["delta"],
+        ),
+        Claim(
+            faster,
+            f"{shown['linear']} and {shown['delta']} against {shown['transformer']} words/s",
+            papers[1],
+            min(speeds["linear"], speeds["delta"]) > speeds["transformer"],
+        ),
+    ]
+
+
+def table(results: Results) -> Table:
+    header = ("model", "words/s", "slowest to fastest", "memory", "paper, words/s", "paper, memory")
+    rows = []
+    for model, label in LABELS.items():
+        for record in results.of(model):
+            m = record.metrics
+            speed, memory = PAPER.get(model, (None, None))
+            at = "" if record.config["size"] == 128 else " (D = 128)"
+            spread = f"{_thousands(m['slowest'])} to {_thousands(m['fastest'])}"
+            theirs = (f"{speed} K{at}" if speed else "", f"{memory} GB{at}" if memory else "")
+            rows.append((label, _thousands(m["words_per_s"]), spread, _gib(m["memory_bytes"]), *theirs))
+    return Table(header, tuple(rows))
+
+
+def _thousands(speed: float) -> str:
+    return f"{speed / 1000:.3g} K"
+
+
+def _gib(memory: float) -> str:
+    return f"{memory / 2**30:.2f} GiB" if memory >= 2**30 else f"{memory / 2**20:.0f} MiB"
+
+
+def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    found = PAPER.get(config["model"]) if config["size"] == 128 else None
+    return None if found is None else {"words_per_s": 1000 * found[0], "memory_gb": found[1]}
+
+
+EXPERIMENT = Experiment(
+    name="speed",
+    title="Speed and memory of the language models",
+    where="Sec. 6.3 (complexity, wall clock time, memory)",
+    statement=STATEMENT,
+    models=LABELS,
+    scales=SCALES,
+    configure=configure,
+    run=run,
+    claims=claims,
+    plot=Plot(kind="bars", x_label="words a second in training"),
+    paper=paper,
+    table=table,
+    take=take,
+    given=("set", "device"),
+    fields=language.settings,
+    needs=("lightning",),
+    size_name="D",
+    fixed_sizes=True,
+)

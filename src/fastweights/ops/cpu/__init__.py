@@ -1,0 +1,1 @@
+"""The memory on a CPU, in C++."""

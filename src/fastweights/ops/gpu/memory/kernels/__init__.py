@@ -1,0 +1,1 @@
+"""The memory's kernels, in Triton and Gluon."""

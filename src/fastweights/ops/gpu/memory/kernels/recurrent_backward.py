@@ -1,0 +1,338 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The walk back token by token, two at once; gradients that are no recurrence by products over a chunk.
+
+Those are the gradients of queries, keys and gates, formed as in `gradients`.
+"""
+
+import triton.language as tl
+
+from fastweights.ops.gpu.memory.kernels.gluon import async_copy, constexpr_function, gl, jit, mma_v2, two_sums
+from fastweights.ops.gpu.memory.kernels.recurrent_tiles import column, copy_ahead, row, state_layout, tile_layout
+from fastweights.ops.gpu.memory.kernels.tiles import leading_digits, sequence
+
+
+@constexpr_function
+def turned_rows(WIDTH):
+    """Rows of a tile in shared memory, turned by four entries from row to row: columns are read at once, too."""
+    return gl.SwizzledSharedLayout(4, max(32 // WIDTH, 1), min(WIDTH // 4, 8), [1, 0])
+
+
+@constexpr_function
+def sum_layout(ROWS, WIDTH, WARPS):
+    """Rows of a tile that are summed up, some lanes a row."""
+    return gl.BlockedLayout([1, WIDTH * ROWS // 32], [ROWS, 32 // ROWS], [WARPS, 1], [1, 0])
+
+
+@jit
+def in_eights(tiles):
+    """Tiles (stages, C, ·) as (·, 8, ·)."""
+    shape: tl.constexpr = [tiles.shape[0] * tiles.shape[1] // 8, 8, tiles.shape[2]]
+    return tiles._reinterpret(tiles.dtype, shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@jit
+def every_other(tile, which: tl.constexpr, WARPS: tl.constexpr):
+    """The first, or the second, of every two tokens of a tile."""
+    WIDTH: tl.constexpr = tile.shape[1]
+    PAIRS: tl.constexpr = tile.shape[0] // 2
+    layout: tl.constexpr = sum_layout(PAIRS, WIDTH, WARPS)
+    return tile.reshape([PAIRS, 2 * WIDTH]).slice(which * WIDTH, WIDTH, 1).load(layout)
+
+
+@jit
+def side_by_side(one, two, LANES: tl.constexpr, WARPS: tl.constexpr):
+    """Two columns (M, 1) that every lane of a row has, as (M, 2): half of the lanes for each."""
+    M: tl.constexpr = one.shape[0]
+    layout: tl.constexpr = state_layout(M, LANES, LANES, WARPS, 1)
+    two = gl.convert_layout(two, layout)
+    return gl.where(gl.arange(0, 2, gl.SliceLayout(0, layout))[None, :] == 0, gl.convert_layout(one, layout), two)
+
+
+@jit
+def product(x, y, total, small, PRECISION: tl.constexpr):
+    """total + x @ y, as `pieces.dot` forms it; what the leading digits leave is added to `small`, beside the rest."""
+    if PRECISION == "tf32x3":
+        rough_x = leading_digits(x)
+        rough_y = leading_digits(y)
+        total = mma_v2(rough_x, rough_y, total, "tf32")
+        small = mma_v2(x - rough_x, rough_y, small, "tf32")
+        small = mma_v2(rough_x, y - rough_y, small, "tf32")
+    else:
+        total = mma_v2(x, y, total, PRECISION)
+    return total, small
+
+
+@jit
+def two_back(
+    dW_t,
+    q,
+    k,
+    dy,
+    e,
+    keys,
+    own,
+    t: tl.constexpr,
+    layout: tl.constexpr,
+    ERASE: tl.constexpr,
+    LANES: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """The gradient of the state before tokens t and t + 1, and their dR as (M, 2)."""
+    # Both sums before the second token takes anything away, or the first adds: they know those parts.
+    k_1 = row(k, t, layout)
+    k_2 = row(k, t + 1, layout)
+    dy_1 = column(dy, t, layout)
+    dW_t += row(q, t + 1, layout) * column(dy, t + 1, layout)
+    du_1, du_2 = two_sums(dW_t * k_1, dW_t * k_2)
+    dW_t += row(q, t, layout) * dy_1
+    du_1 += row(own, t // 2, layout) * dy_1
+    if ERASE:
+        drest_2 = du_2 * row(e, t + 1, layout)
+        du_1 -= row(keys, t // 2, layout) * drest_2
+        dW_t -= k_2 * drest_2
+        dW_t -= k_1 * (du_1 * row(e, t, layout))
+    return dW_t, side_by_side(du_1, du_2, LANES, WARPS)
+
+
+@jit
+def eight_back(
+    dW_t, q, k, dy, e, keys, own, layout: tl.constexpr, ERASE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr
+):
+    """The gradient of the state before eight tokens, and their dR as (M, 8)."""
+    dW_t, last = two_back(dW_t, q, k, dy, e, keys, own, 6, layout, ERASE, LANES, WARPS)
+    dW_t, third = two_back(dW_t, q, k, dy, e, keys, own, 4, layout, ERASE, LANES, WARPS)
+    dW_t, second = two_back(dW_t, q, k, dy, e, keys, own, 2, layout, ERASE, LANES, WARPS)
+    dW_t, first = two_back(dW_t, q, k, dy, e, keys, own, 0, layout, ERASE, LANES, WARPS)
+    halves = gl.join(gl.join(first, second), gl.join(third, last))
+    return dW_t, gl.reshape(gl.permute(halves, (0, 3, 2, 1)), [dy.shape[1], 8])
+
+
+@jit(do_not_specialize=["T", "final", "wanted"])
+def walk_tokens_backward(
+    q,
+    k,
+    v,
+    a,
+    e,
+    w,
+    cu_seqlens,
+    states,
+    inverses,
+    errors,
+    dy,
+    dW_end,
+    dq,
+    dk,
+    dv,
+    da,
+    de,
+    dw,
+    dW,
+    dstates,
+    dright,
+    T,
+    final,
+    wanted,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    dy_token,
+    dy_head,
+    gate_token,
+    gate_head,
+    UNIT: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ERASE: tl.constexpr,
+    WRITE: tl.constexpr,
+    TIED: tl.constexpr,
+    PACKED: tl.constexpr,
+    LANES: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    q_token *= UNIT
+    q_head *= UNIT
+    k_token *= UNIT
+    k_head *= UNIT
+    v_token *= UNIT
+    v_head *= UNIT
+    dy_token *= UNIT
+    dy_head *= UNIT
+    program = tl.program_id(0)
+    head = program % H
+    n = program // H
+    first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
+
+    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES, WARPS, BLOCK_D // LANES)
+    in_rows: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ACC: tl.constexpr = dW.dtype.element_ty
+    q_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_D], in_rows)
+    k_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_D], in_rows)
+    dy_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_M], in_rows)
+    W_tiles = gl.allocate_shared_memory(ACC, [STAGES, BLOCK_M, BLOCK_D], turned_rows(BLOCK_D))
+    if ERASE:
+        error_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_M], in_rows)
+        e_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, 1], in_rows)
+    if not TIED:
+        v_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_M], in_rows)
+    if WRITE:
+        w_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, 1], in_rows)
+    # What two tokens that are taken at once have in common, and what the walk leaves.
+    keys = gl.allocate_shared_memory(ACC, [C // 8, 4, 1], in_rows)
+    own = gl.allocate_shared_memory(ACC, [C // 8, 4, 1], in_rows)
+    du_tiles = gl.allocate_shared_memory(ACC, [C // 8, 8, BLOCK_M], in_rows)
+    # Operands of products; a single token cannot be read where rows are turned.
+    by_features: tl.constexpr = turned_rows(BLOCK_D)
+    by_values: tl.constexpr = turned_rows(BLOCK_M)
+    q_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_D], by_features)
+    k_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_D], by_features)
+    dW_tile = gl.allocate_shared_memory(ACC, [BLOCK_M, BLOCK_D], by_features)
+    dy_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_M], by_values)
+    u_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_M], by_values)
+    drest_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_M], by_values)
+    dscores_tile = gl.allocate_shared_memory(ACC, [C, C], turned_rows(C))
+    dkeys_tile = gl.allocate_shared_memory(ACC, [C, C], turned_rows(C))
+
+    m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
+    in_state = (m[:, None] < M) & (d[None, :] < D)
+    q += first * q_token + head * q_head
+    k += first * k_token + head * k_head
+    v += first * v_token + head * v_head
+    dy += first * dy_token + head * dy_head
+    gate = first * gate_token + head * gate_head
+    states += (slot * H + head) * D * M
+    state = (n.to(tl.int64) * H + head) * D * M + d[None, :] * M + m[:, None]
+    dW_t = gl.load(dW_end + state, in_state & (final != 0), 0.0)
+
+    # Sums of products, operands of products, and rows as values are stored.
+    summed: tl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
+    left_of: tl.constexpr = gl.DotOperandLayout(0, summed, 1)
+    right_of: tl.constexpr = gl.DotOperandLayout(1, summed, 1)
+    rows: tl.constexpr = tile_layout(BLOCK_M, WARPS)
+    s = gl.arange(0, C, gl.SliceLayout(1, summed))[:, None]
+    t = gl.arange(0, C, gl.SliceLayout(0, summed))[None, :]
+    feature = gl.arange(0, BLOCK_D, gl.SliceLayout(0, summed))[None, :]
+    value = gl.arange(0, BLOCK_M, gl.SliceLayout(0, rows))[None, :]
+    token = gl.arange(0, C, gl.SliceLayout(1, rows))
+
+    last = tl.cdiv(length, C) - 1
+    ahead = 0
+    for i in range(-(STAGES - 1), last + 1):
+        coming = (last - i - (STAGES - 1)) * C
+        copy_ahead(q_tiles, ahead, q, coming, length, q_token, D, WARPS)
+        copy_ahead(k_tiles, ahead, k, coming, length, k_token, D, WARPS)
+        copy_ahead(dy_tiles, ahead, dy, coming, length, dy_token, M, WARPS)
+        before = states + tl.maximum(coming, 0) // C * H * D * M
+        copy_ahead(W_tiles, ahead, before, 0, tl.where(coming >= 0, M, 0), D, D, WARPS)
+        if ERASE:
+            copy_ahead(error_tiles, ahead, errors + (first * H + head) * M, coming, length, H * M, M, WARPS)
+            copy_ahead(e_tiles, ahead, e + gate, coming, length, gate_token, 1, WARPS)
+        if not TIED:
+            copy_ahead(v_tiles, ahead, v, coming, length, v_token, M, WARPS)
+        if WRITE:
+            copy_ahead(w_tiles, ahead, w + gate, coming, length, gate_token, 1, WARPS)
+        async_copy.commit_group()
+        ahead = tl.where(ahead == STAGES - 1, 0, ahead + 1)
+        if i >= 0:
+            async_copy.wait_group(STAGES - 1)
+            start = (last - i) * C
+            left = length - start
+            out = (first + start) * H + head
+            q_ = q_tiles.index(ahead)
+            k_ = k_tiles.index(ahead)
+            dy_ = dy_tiles.index(ahead)
+            dW_tile.store(dW_t)
+            k_1 = every_other(k_, 0, WARPS)
+            between, with_itself = two_sums(k_1 * every_other(k_, 1, WARPS), k_1 * every_other(q_, 0, WARPS))
+            keys._reinterpret(ACC, [C // 2, 1], in_rows).store(between)
+            own._reinterpret(ACC, [C // 2, 1], in_rows).store(with_itself)
+            e_ = e_tiles.index(ahead) if ERASE else keys
+            for back in range(0, C // 8):
+                # Not all at once: so much code would not stay in the cache of instructions.
+                part = C // 8 - 1 - back
+                eight = ahead * (C // 8) + part
+                dW_t, found = eight_back(
+                    dW_t,
+                    in_eights(q_tiles).index(eight),
+                    in_eights(k_tiles).index(eight),
+                    in_eights(dy_tiles).index(eight),
+                    in_eights(e_tiles).index(eight) if ERASE else e_,
+                    keys.index(part),
+                    own.index(part),
+                    layout,
+                    ERASE,
+                    LANES,
+                    WARPS,
+                )
+                du_tiles.index(part).permute([1, 0]).store(found)
+
+            # All loads, then all stores: between them each would be waited for on its own.
+            q_rows = q_.load(tile_layout(BLOCK_D, WARPS))
+            k_rows = k_.load(tile_layout(BLOCK_D, WARPS))
+            dy_rows = dy_.load(rows)
+            du = du_tiles._reinterpret(ACC, [C, BLOCK_M], in_rows).load(rows)
+            u = du
+            drest = du
+            dv_ = du
+            if not TIED:
+                u = v_tiles.index(ahead).load(rows)
+            if WRITE:
+                w_ = w_tiles.index(ahead).load(rows)
+                gl.store(dw + out + token * H, gl.sum(du * u, 1), token < left)
+                u *= w_
+                dv_ = du * w_
+            if ERASE:
+                e_rows = e_.load(rows)
+                error = error_tiles.index(ahead).load(rows)
+                gl.store(de + out + token * H, gl.sum(du * error, 1), token < left)
+                drest = du * e_rows
+                u = error * e_rows if TIED else u + error * e_rows
+                drest_tile.store(drest)
+            u_tile.store(u)
+            q_tile.store(q_rows)
+            k_tile.store(k_rows)
+            dy_tile.store(dy_rows)
+            in_place = dv + out * M + token[:, None] * H * M + value
+            gl.store(in_place, drest if TIED else dv_, (token[:, None] < left) & (value < M))
+
+            # Products that wait for none of each other are summed apart.
+            u_left = u_tile.load(left_of)
+            few = gl.zeros([C, C], ACC, summed)
+            dscores, rest = product(u_left, dy_tile.permute([1, 0]).load(right_of), few, few, PRECISION)
+            dscores_tile.store(gl.where(s <= t, dscores + rest, 0.0))
+            if ERASE:
+                dkeys, rest = product(u_left, drest_tile.permute([1, 0]).load(right_of), few, few, PRECISION)
+                # Strictly below the diagonal of A.
+                dkeys_tile.store(gl.where(s < t, dkeys + rest, 0.0))
+            many = gl.zeros([C, BLOCK_D], ACC, summed)
+            W_right = W_tiles.index(ahead).load(right_of)
+            k_right = k_tile.load(right_of)
+            dq_, dq_rest = product(dy_tile.load(left_of), W_right, many, many, PRECISION)
+            dk_, dk_rest = product(u_left, dW_tile.load(right_of), many, many, PRECISION)
+            if ERASE:
+                less, less_rest = product(drest_tile.load(left_of), W_right, many, many, PRECISION)
+            dq_, dq_rest = product(dscores_tile.permute([1, 0]).load(left_of), k_right, dq_, dq_rest, PRECISION)
+            dk_, dk_rest = product(dscores_tile.load(left_of), q_tile.load(right_of), dk_, dk_rest, PRECISION)
+            dq_ += dq_rest
+            dk_ += dk_rest
+            if ERASE:
+                # It and its transpose are multiplied by the same.
+                both = dkeys_tile.load(left_of) + dkeys_tile.permute([1, 0]).load(left_of)
+                less, less_rest = product(both, k_right, less, less_rest, PRECISION)
+                dk_ -= less + less_rest
+            at = out * D + s * H * D + feature
+            there = (s < left) & (feature < D)
+            gl.store(dq + at, dq_, there)
+            gl.store(dk + at, dk_, there)
+    async_copy.wait_group(0)
+    gl.store(dW + state, dW_t, in_state & (wanted != 0))

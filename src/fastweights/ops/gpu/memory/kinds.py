@@ -1,0 +1,102 @@
+"""What decides which kernels run, so that each kind is checked once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastweights.ops import family
+from fastweights.ops.features import PLAIN, Features
+from fastweights.ops.gpu.memory.variants import Config
+from fastweights.ops.problem import Problem
+
+Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class Kind(NamedTuple):
+    """What decides which kernels run. `decay`, `erase` and `write` say which coefficients are there.
+
+    D is the size of the keys as they are given, before the map of `features`.
+    """
+
+    dtype: torch.dtype
+    D: int
+    M: int
+    decay: bool
+    erase: bool
+    write: bool
+    tied: bool
+    packed: bool
+    config: Config
+    features: Features = PLAIN
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        v: Tensor,
+        gates: Gates,
+        tied: bool,
+        cu_seqlens: Tensor | None,
+        config: Config,
+        features: Features,
+    ) -> Kind:
+        """The kind of a call."""
+        a, e, w = (gate is not None for gate in gates)
+        return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, cu_seqlens is not None, config, features)
+
+    def __str__(self) -> str:
+        named = {"decay": self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
+        gates = ", ".join(name for name, there in named.items() if there) or "no gates"
+        form = ", packed" if self.packed else ", in groups" if self.config.groups else ""
+        features = self.features.describe(self.D)
+        walk = "token by token" if self.config.lanes else f"chunk {self.config.chunk}"
+        return f"{str(self.dtype)[6:]}, {features}, M = {self.M}, {gates}{form}, {walk}"
+
+    @property
+    def key(self) -> str:
+        """Its name on disk."""
+        return f"{self} {'-'.join(map(str, self.config + self.features))}"
+
+
+class StepKind(NamedTuple):
+    """The same for the kernel that takes one token; `normalized` is attention normalisation."""
+
+    dtype: torch.dtype
+    D: int
+    M: int
+    decay: bool
+    erase: bool
+    write: bool
+    tied: bool
+    normalized: bool
+    features: Features = PLAIN
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, gates: Gates, tied: bool, normalized: bool, features: Features) -> StepKind:
+        """The kind of a call."""
+        a, e, w = (gate is not None for gate in gates)
+        return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, normalized, features)
+
+    @classmethod
+    def of_problem(cls, problem: Problem) -> StepKind:
+        """The kind that a problem needs."""
+        a, e, w = family.coefficients(problem)
+        tied = e is not None and e is w
+        gates = (a, e, None if tied else w)
+        return cls.of(problem.q, problem.v, gates, tied, problem.z is not None, problem.features)
+
+    def __str__(self) -> str:
+        named = {"decay": self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
+        gates = ", ".join(name for name, there in (named | {"z": self.normalized}).items() if there) or "no gates"
+        return f"one token, {str(self.dtype)[6:]}, {self.features.describe(self.D)}, M = {self.M}, {gates}"
+
+    @property
+    def key(self) -> str:
+        """Its name on disk."""
+        return f"{self} {'-'.join(map(str, self.features))}"
+
+
+AnyKind = Kind | StepKind

@@ -1,0 +1,354 @@
+"""Are the kernels right on this GPU, with this compiler? Compared with float64 before they are first used.
+
+Compilers of this kind have been seen to miscompile a kernel for one GPU and one configuration without a word. So each
+kind of kernel runs a small problem once, and its outputs and gradients are compared with `ops.chunked` in float64. The
+verdict is kept on disk, by GPU, driver, torch, Triton and the source of the kernels. A kind that failed is never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastweights.common.files import write_atomically
+from fastweights.ops import chunked
+from fastweights.ops.features import Features
+from fastweights.ops.gpu.memory.kinds import AnyKind, Kind, StepKind
+from fastweights.ops.gpu.memory.variants import (
+    FEW,
+    LEAST_CHUNKS,
+    LEAST_GROUPS,
+    LONG,
+    TABLE,
+    configuration,
+    plain_rows,
+)
+
+ENVIRONMENT = "FASTWEIGHTS_SELF_CHECK"
+
+# Twice what the tests allow: a miscompilation is off by far more, and a verdict must not hang on the last digit.
+LIMITS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+
+
+class Verdict(NamedTuple):
+    """How far off each result was, relative to its norm; or the error that stopped the run."""
+
+    errors: dict[str, float]
+    failure: str | None = None
+
+    def reason(self, kind: AnyKind) -> str | None:
+        """Why the kind must not be used."""
+        if self.failure is not None:
+            return f"the kernels for {kind} failed their self-check: {self.failure}"
+        limit = LIMITS[kind.dtype]
+        if wrong := {name: error for name, error in self.errors.items() if not error <= limit}:
+            off = ", ".join(f"{name} by {error:.0e}" for name, error in wrong.items())
+            return f"the kernels for {kind} are wrong on this machine: off {off} (limit {limit:.0e})"
+        return None
+
+
+_lock = threading.RLock()
+_reasons: dict[tuple[torch.device, AnyKind], str | None] = {}
+
+
+def refusal(kind: AnyKind, heads: int, device: torch.device) -> str | None:
+    """Why the kernels of this kind must not be used on `device`; checks them where nobody did before."""
+    try:
+        return _reasons[device, kind]
+    except KeyError:
+        pass
+    if not _wanted(device):
+        return None
+    with _lock:
+        known = _recorded(device)
+        if kind.key not in known:
+            if _capturing():
+                raise RuntimeError(
+                    f"the kernels for {kind} have not been checked on this GPU, and a CUDA graph is being captured: "
+                    f"run the call once before, or set {ENVIRONMENT}=0"
+                )
+            known[kind.key] = check(kind, heads, device)
+            _write(device)
+        reason = known[kind.key].reason(kind)
+        _reasons[device, kind] = reason
+    if reason is not None:
+        by_token = isinstance(kind, Kind) and kind.config.lanes
+        instead = "kernels that walk by chunks" if by_token else "the backend 'chunked'"
+        warnings.warn(
+            f"{reason}. Machine: {', '.join(machine(device).values())}. "
+            f"They will not be used here; 'auto' takes {instead} instead. Please report this.",
+            stacklevel=2,
+        )
+    return reason
+
+
+def check_again(kind: AnyKind, heads: int, device: torch.device) -> Verdict:
+    """A new verdict in place of an old one; but what crashed the GPU before is not tried again."""
+    known = _recorded(device)
+    crashed = kind.key in known and "CUDA error" in (known[kind.key].failure or "")
+    if not crashed:
+        known[kind.key] = check(kind, heads, device)
+        _write(device)
+    return known[kind.key]
+
+
+def _wanted(device: torch.device) -> bool:
+    return device.type == "cuda" and os.environ.get(ENVIRONMENT) != "0"
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def check(kind: AnyKind, heads: int, device: torch.device) -> Verdict:
+    """Run the kernels on a small problem and compare."""
+    try:
+        # Tensors made in inference mode cannot be used for gradients, and the reference runs in a thread outside of it.
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            compare = _compare_step if isinstance(kind, StepKind) else _compare
+            return Verdict(compare(kind, heads, device))  # type: ignore[arg-type]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        verdict = Verdict({}, f"{type(error).__name__}: {str(error)[:300]}")
+        if "CUDA error" in str(error):
+            # Nothing runs in this process any more; the next one shall know why.
+            _recorded(device)[kind.key] = verdict
+            _write(device)
+            raise RuntimeError(f"{verdict.reason(kind)}; start again, it will not be used then") from error
+        return verdict
+
+
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from fastweights.ops.gpu.memory import grouped as walks
+
+    return walks.forward, walks.backward
+
+
+def _beside(stream: Any, run: Callable[..., Any], *arguments: Any) -> Any:
+    """In another thread, on the stream of the one that asks: what it was given was made there."""
+    if stream is None:
+        return run(*arguments)
+    with torch.cuda.stream(stream):
+        return run(*arguments)
+
+
+def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
+    """||ours - float64|| / ||float64|| of outputs and gradients, over several chunks, the last of them partial."""
+    generator = torch.Generator(device).manual_seed(0)
+    C, H, D, M = kind.config.chunk, heads, kind.D, kind.M
+    B, T = (1 if kind.packed else 2), 3 * C + 5
+    if kind.config.groups and not kind.packed:
+        # As few chunks as make groups of any configuration.
+        T = (LEAST_GROUPS * LEAST_CHUNKS - 1) * C + 5
+    wide = torch.promote_types(kind.dtype, torch.float32)
+
+    def normal(*shape: int, dtype: torch.dtype = kind.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    def uniform(there: bool) -> Tensor | None:
+        return torch.rand(B, T, H, generator=generator, device=device, dtype=wide) if there else None
+
+    q, v = normal(B, T, H, D), normal(B, T, H, M)
+    k = normal(B, T, H, D)
+    if not kind.features.sum:
+        k = torch.nn.functional.normalize(k.float(), dim=-1).to(kind.dtype)
+    a, e, w = uniform(kind.decay), uniform(kind.erase), uniform(kind.write)
+    if a is not None:
+        a = (0.8 + 0.2 * a).index_fill(1, torch.tensor([C // 2, 2 * C], device=device), 0.0)
+    if kind.features.logits:
+        a, e, w = (None if gate is None else gate.logit(1e-4) for gate in (a, e, w))
+    # Also a sequence without tokens, and one that ends inside a chunk.
+    bounds = torch.tensor([0, C + 3, C + 3, T], device=device) if kind.packed else None
+    W = 0.3 * normal(3 if kind.packed else B, H, kind.features.size(D), M, dtype=wide)
+    dy, dW = normal(B, T, H, M), normal(*W.shape, dtype=wide)
+
+    last = (kind.config, kind.features)
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    # What loading float64 products takes the first time, loading Triton and compiling take too: both at once.
+    with ThreadPoolExecutor(1) as pool:
+        exact = pool.submit(_beside, stream, _exact, kind, (q, k, v, a, e, w, W), bounds, dy, dW)
+        forward, backward = _kernels()
+        y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, kind.dtype, wide, kind.tied, True, *last)
+        grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, wide, kind.tied, True, *last)
+        want = exact.result()
+    ours = [y, W_end, *grads[:3], *(gate for gate in grads[3] if gate is not None), grads[4]]
+    gates = [name for name, gate in (("decay", a), ("erase", e), ("write", w)) if gate is not None]
+    names = ["y", "W", "dq", "dk", "dv", *(f"d{name}" for name in gates), "dW"]
+    found = torch.stack([(a.double() - b).norm() / b.norm() for a, b in zip(ours, want, strict=True)])
+    return dict(zip(names, found.nan_to_num(float("inf")).tolist(), strict=True))
+
+
+def _step_kernel() -> Callable[..., Any]:
+    from fastweights.ops.gpu.memory.kernels.one_token import step
+
+    return step
+
+
+def _compare_step(kind: StepKind, heads: int, device: torch.device) -> dict[str, float]:
+    """||ours - float64|| / ||float64|| of y, W and z after one token, in place and not."""
+    generator = torch.Generator(device).manual_seed(0)
+    B, H, D, M, features = 3, heads, kind.D, kind.M, kind.features
+    wide = torch.promote_types(kind.dtype, torch.float32)
+
+    def uniform(*shape: int, dtype: torch.dtype = kind.dtype) -> Tensor:
+        return torch.rand(shape, generator=generator, device=device).to(dtype)
+
+    def gate(there: bool) -> Tensor | None:
+        x = uniform(B, 1, H, dtype=wide) if there else None
+        return x.logit(1e-4) if x is not None and features.logits else x
+
+    # Positive keys and sums, so that nothing is divided by what cancels.
+    q, k, v = uniform(B, 1, H, D), uniform(B, 1, H, D), uniform(B, 1, H, M)
+    a, e, w = gate(kind.decay), gate(kind.erase), gate(kind.write)
+    W = uniform(B, H, features.size(D), M, dtype=wide)
+    z = 0.1 + uniform(B, H, features.size(D), dtype=wide) if kind.normalized else None
+    ours: list[Tensor] = []
+    for in_place in (False, True):
+        start = W.clone()
+        rest = (start, z, kind.dtype, kind.tied, kind.normalized, in_place, features)
+        ours += [x for x in _step_kernel()(q, k, v, (a, e, w), *rest) if x is not None]
+
+    exact = {name: x.double() for name, x in (("a", a), ("e", e), ("w", w)) if x is not None}
+    gates = {name: features.gate(x) for name, x in exact.items()}
+    want = _exact_step(kind, features.of(q.double()), features.of(k.double()), v.double(), gates, W.double(), z)
+    names = ["y", "W", *(["z"] if kind.normalized else [])]
+    names += [f"{name} in place" for name in names]
+    found = torch.stack([(a.double() - b).norm() / b.norm() for a, b in zip(ours, want * 2, strict=True)])
+    return dict(zip(names, found.nan_to_num(float("inf")).tolist(), strict=True))
+
+
+def _exact_step(
+    kind: StepKind, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], W: Tensor, z: Tensor | None
+) -> list[Tensor]:
+    """The family's equations for one token, with attention normalisation as in Eqs. 18-19 and 26-28."""
+    q, k, v = q[:, 0], k[:, 0], v[:, 0]
+    one = torch.ones_like(v[..., :1])
+    a, e, w = (gates[name].transpose(1, 2) if name in gates else None for name in "aew")
+    w = e if kind.tied else w
+    W = W if a is None else a.unsqueeze(-1) * W
+    z = None if z is None else z.double() if a is None else a * z.double()
+    recall = (k.unsqueeze(-2) @ W).squeeze(-2)
+    if z is not None:
+        recall = recall / (z * k).sum(-1, keepdim=True)
+        z = z + (k if e is not None or w is None else w * k)
+    W = W + k.unsqueeze(-1) * ((one if w is None else w) * v - (0 if e is None else e * recall)).unsqueeze(-2)
+    y = (q.unsqueeze(-2) @ W).squeeze(-2)
+    y = y if z is None else y / (z * q).sum(-1, keepdim=True)
+    return [y.unsqueeze(1), W, *([] if z is None else [z])]
+
+
+def _exact(
+    kind: Kind, inputs: tuple[Tensor | None, ...], bounds: Tensor | None, dy: Tensor, dW: Tensor
+) -> list[Tensor]:
+    """y, W and the gradients of what is there, in float64 by plain PyTorch.
+
+    Not as custom ops, and with the gradient of a number: else the first call imports PyTorch's compiler or its symbolic
+    shapes, which takes longer than the rest of the check.
+    """
+    q, k, v, a, e, w, W = (None if x is None else x.detach().double() for x in inputs)
+    there = [x for x in (q, k, v, a, e, w, W) if x is not None]
+    assert q is not None and k is not None and v is not None and W is not None
+    maps, chunk = kind.features, chunked.chunk_length(kind.features.size(kind.D), kind.M)
+    with torch.enable_grad():
+        for x in there:
+            x.requires_grad_()
+        a, e, w = (None if gate is None else maps.gate(gate) for gate in (a, e, w))
+        mapped = (maps.of(q), maps.of(k), v, a, e, e if kind.tied else w, W)
+    given = [None if x is None else x.detach() for x in mapped]
+    # Typed so that a list can be passed.
+    forward: Callable[..., Any] = chunked.forward
+    backward: Callable[..., Any] = chunked.backward
+    y, W_end, before = forward(*given, bounds, torch.float64, True, chunk)
+    grads = backward(dy.double(), dW.double(), *given[:6], before, bounds, chunk)
+    with torch.enable_grad():
+        total = sum((x * grad).sum() for x, grad in zip([x for x in mapped if x is not None], grads, strict=True))
+    return [y, W_end, *torch.autograd.grad(total, there)]
+
+
+def shipped() -> Iterator[AnyKind]:
+    """Every row of the table, with the delta rule, in groups, and packed with the gated delta rule; then fused maps."""
+    for dtype, D, M, config in plain_rows():
+        if dtype in LIMITS:
+            grouped = configuration(D, M, dtype, 1, LONG)
+            for row in (config,) if config == grouped or config.lanes else (config, grouped):
+                yield Kind(dtype, D, M, False, True, False, True, False, row)
+            yield Kind(dtype, D, M, not config.lanes, True, False, True, True, config)
+    for D, M in TABLE[torch.float16]:
+        # One token takes these in bfloat16 too.
+        config = configuration(D, M, torch.bfloat16, FEW + 1, 1)
+        yield Kind(torch.bfloat16, D, M, True, True, False, True, False, config)
+    # The paper's heads, and those with the most features that are mapped on chip.
+    for dtype in LIMITS:
+        for d, name, nu in ((16, "elu", 0), (32, "elu", 0), *((d, "dpfp", nu) for d in (16, 32) for nu in (1, 2, 3))):
+            features = Features.named(name, nu, sum=True, logits=True)
+            config = configuration(features.size(d), d, dtype, FEW + 1, LONG, features)
+            yield Kind(dtype, d, d, False, True, False, True, False, config, features)
+            yield StepKind(dtype, d, d, False, True, False, True, False, features)
+        for D, M in ((64, 64), (512, 256)):
+            yield StepKind(dtype, D, M, True, True, False, True, True)
+
+
+@cache
+def machine(device: torch.device) -> dict[str, str]:
+    """What a verdict holds for."""
+    try:
+        driver = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except OSError:
+        driver = f"built for CUDA {torch.version.cuda}"
+    source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))))
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "unknown"
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": driver,
+        "torch": f"torch {torch.__version__}",
+        "triton": f"Triton {triton}",
+        "source": f"kernels {source.hexdigest()[:12]}",
+    }
+
+
+def path(device: torch.device) -> Path:
+    """Where the verdicts for `device` are kept."""
+    name = hashlib.sha256(json.dumps(machine(device)).encode()).hexdigest()[:24]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return home / "fastweights" / "self-check" / f"{name}.json"
+
+
+@cache
+def _recorded(device: torch.device) -> dict[str, Verdict]:
+    """The verdicts that are known, by key."""
+    return _read(path(device))
+
+
+def _read(path: Path) -> dict[str, Verdict]:
+    try:
+        content = json.loads(path.read_text())["verdicts"]
+        return {key: Verdict(dict(errors), failure) for key, (errors, failure) in content.items()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _write(device: torch.device) -> None:
+    """Keep the verdicts, beside those that other processes found meanwhile. Without a disk, this process knows them."""
+    known = _recorded(device)
+    known.update({key: verdict for key, verdict in _read(path(device)).items() if key not in known})
+    content = {"machine": machine(device), "verdicts": known}
+    try:
+        write_atomically(path(device), json.dumps(content, indent=1).encode())
+    except OSError:
+        return

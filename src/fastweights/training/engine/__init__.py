@@ -1,0 +1,1 @@
+"""The training loop: everything that is the same for every model."""

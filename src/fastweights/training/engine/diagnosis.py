@@ -1,0 +1,109 @@
+"""What to say when a loss is no longer a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fastweights.common.tree import map_tensors
+
+_LARGE = 1e4
+_SHOWN = 12
+
+
+class Health(NamedTuple):
+    """One tensor of the model: how many of its `size` elements are not finite, and the largest of the others."""
+
+    kind: str
+    name: str
+    broken: int
+    size: int
+    largest: float
+
+    def __str__(self) -> str:
+        trouble = f"{self.broken} of {self.size} not finite" if self.broken else f"largest {self.largest:.3g}"
+        return f"{self.kind} {self.name}: {trouble}"
+
+
+class Diverged(RuntimeError):
+    """A loss or gradient that is not finite.
+
+    Attributes:
+        step: the update, counted from 1, in which it was first seen.
+        report: the tensors of that update's model, forward order first.
+        checkpoint: the last good one, None when there is none.
+    """
+
+    def __init__(self, step: int, loss: float, report: list[Health], checkpoint: Path | None) -> None:
+        self.step, self.report, self.checkpoint = step, report, checkpoint
+        notable = [health for health in report if health.broken]
+        large = sorted((h for h in report if not h.broken and h.largest > _LARGE), key=lambda h: -h.largest)
+        lines = [f"  {health}" for health in [*notable[:_SHOWN], *large[:_SHOWN]]]
+        if len(notable) > _SHOWN:
+            lines.insert(_SHOWN, f"  and {len(notable) - _SHOWN} more tensors that are not finite")
+        if not lines:
+            biggest = sorted(report, key=lambda health: -health.largest)[:3]
+            lines = ["  all finite when the update was repeated; the largest:", *(f"  {health}" for health in biggest)]
+        where = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint before it"
+        super().__init__(
+            "\n".join(
+                [
+                    f"the loss or gradient of step {step} is not finite (loss {loss:g} when repeated); {where}",
+                    *lines,
+                    "  a lower learning rate, a longer warm-up or a smaller clip may help",
+                ]
+            )
+        )
+
+    def __reduce__(self) -> Any:
+        return _revive, (str(self), self.step, self.report, self.checkpoint)
+
+
+def _revive(message: str, step: int, report: list[Health], checkpoint: Path | None) -> Diverged:
+    error = Diverged(step, math.nan, report, checkpoint)
+    error.args = (message,)
+    return error
+
+
+def examine(model: nn.Module, run: Callable[[], Tensor]) -> tuple[float, list[Health]]:
+    """`run`'s loss, and the health of all outputs of leaf modules in it, of the parameters and of the gradients."""
+    report: list[Health] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            def note(tensor: Tensor) -> Tensor:
+                report.append(_health("output of", name or type(module).__name__, tensor))
+                return tensor
+
+            map_tensors(note, output)
+
+        return hook
+
+    leaves = [(name, module) for name, module in model.named_modules() if not any(module.children())]
+    handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
+    try:
+        loss = float(run())
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, parameter in model.named_parameters():
+        report.append(_health("parameter", name, parameter))
+        if parameter.grad is not None:
+            report.append(_health("gradient of", name, parameter.grad))
+    return loss, [health for health in report if health.size]
+
+
+def _health(kind: str, name: str, tensor: Tensor) -> Health:
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not local.is_floating_point():
+            return Health(kind, name, 0, 0, 0.0)
+        finite = torch.isfinite(local)
+        largest = float(local.where(finite, 0).abs().max()) if local.numel() else 0.0
+        return Health(kind, name, int((~finite).sum()), local.numel(), largest)

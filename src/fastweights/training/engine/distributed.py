@@ -1,0 +1,153 @@
+"""Lightning Fabric for device, precision and processes, and what the processes say to each other."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fastweights.training.engine.config import TrainingConfig
+from fastweights.training.engine.task import Task
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+    from torch.distributed.device_mesh import DeviceMesh
+
+Value = TypeVar("Value")
+
+
+class Call:
+    """A function of the model on its way through the wrappers around it.
+
+    Fabric, DDP and FSDP copy and cast the tensors that they find in arguments and results; a carried float32 memory
+    must not come out as bfloat16. They do not look into this object.
+    """
+
+    __slots__ = ("arguments", "function", "result")
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.result: Any = None
+
+
+class Objective(nn.Module):
+    """Runs a `Call` on the model, so that any method of a model works inside the forward pass that wrappers expect."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Call) -> Tensor | None:
+        call.result = call.function(self.model, *call.arguments)
+        # The wrappers hang their work of the backward pass on the tensor that comes out.
+        first = call.result[0] if isinstance(call.result, tuple) else None
+        return first if isinstance(first, Tensor) else None
+
+
+def launch(task: Task, config: TrainingConfig) -> Fabric:
+    """Fabric for the configuration, with all its processes started."""
+    try:
+        from lightning.fabric import Fabric
+        from lightning.fabric.strategies.ddp import DDPStrategy
+        from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+    except ImportError as error:
+        raise ImportError(
+            f"training needs Lightning ({error}); install it with: pip install 'fastweights[train]'"
+        ) from None
+
+    for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
+        # Its notes on the set-up repeat the configuration, in every process.
+        logging.getLogger(name).setLevel(logging.WARNING)
+    devices, nodes = _processes(config)
+    world = devices * nodes
+    name = config.strategy if config.strategy != "auto" else ("ddp" if world > 1 else "single")
+    if name == "single" and world > 1:
+        raise ValueError(f"strategy 'single' is for one process, not {world}; use 'ddp', 'fsdp' or 'auto'")
+
+    class DataParallel(DDPStrategy):
+        def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+            # Lightning does this in a stream of its own, and each backward pass would wait for two.
+            devices = None if self.root_device.type == "cpu" else [self.root_device.index]
+            unused = task.unused_parameters
+            return DistributedDataParallel(
+                module, device_ids=devices, find_unused_parameters=unused, gradient_as_bucket_view=True
+            )
+
+    strategy: Any = "auto"
+    if name == "ddp":
+        strategy = DataParallel()
+    elif name == "fsdp":
+
+        def shard(objective: nn.Module, mesh: DeviceMesh) -> nn.Module:
+            return _shard(objective, mesh, task)
+
+        strategy = ModelParallelStrategy(shard, data_parallel_size=world, tensor_parallel_size=1)
+    precision: Any = config.precision
+    fabric = Fabric(
+        accelerator=config.accelerator, devices=devices, num_nodes=nodes, strategy=strategy, precision=precision
+    )
+    fabric.launch()
+    return fabric
+
+
+def _processes(config: TrainingConfig) -> tuple[int, int]:
+    """Processes on a node, and nodes: what torchrun says where it has started this process."""
+    if "LOCAL_WORLD_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        if config.devices not in ("auto", here):
+            raise ValueError(f"devices={config.devices!r}, but torchrun has started {here} processes on this machine")
+        return here, int(os.environ["WORLD_SIZE"]) // here
+    if config.devices == "auto":
+        return 1, config.nodes
+    return int(config.devices), config.nodes
+
+
+def _shard(objective: nn.Module, mesh: DeviceMesh, task: Task) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    assert isinstance(objective, Objective)
+    data_parallel = mesh["data_parallel"]
+    for part in task.shards(objective.model):
+        fully_shard(part, mesh=data_parallel)
+    fully_shard(objective, mesh=data_parallel)
+    return objective
+
+
+def together(fabric: Fabric, function: Callable[[], Value]) -> Value:
+    """What `function` returns, or raises, in the first process, in all of them."""
+    outcome: tuple[Value | None, Exception | None] = (None, None)
+    if fabric.is_global_zero:
+        try:
+            outcome = (function(), None)
+        except Exception as error:
+            if fabric.world_size == 1:
+                raise
+            outcome = (None, error)
+    value, failure = fabric.broadcast(outcome) if fabric.world_size > 1 else outcome
+    if failure is not None:
+        raise failure
+    return value  # type: ignore[return-value]
+
+
+def gather(fabric: Fabric, value: Value) -> list[Value]:
+    """The value of each process, in the first process; an empty list in the others."""
+    if fabric.world_size == 1:
+        return [value]
+    found: list[Any] | None = [None] * fabric.world_size if fabric.is_global_zero else None
+    torch.distributed.gather_object(value, found)
+    return found or []
+
+
+def largest(fabric: Fabric, values: list[int]) -> list[int]:
+    """The greatest of each number over all processes, in all of them."""
+    if fabric.world_size == 1:
+        return values
+    tensor = torch.tensor(values, device=fabric.device)
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+    return tensor.tolist()

@@ -1,0 +1,249 @@
+"""Model, optimiser and carried state, and one update of them."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fastweights.common.tree import map_tensors, pack, to_device, unpack
+from fastweights.training.engine.capture import Recorder, refusal
+from fastweights.training.engine.config import GRAPHING_MODES, TrainingConfig
+from fastweights.training.engine.distributed import Call, Objective, gather
+from fastweights.training.engine.optim import (
+    global_norm,
+    learning_rate,
+    local_gradients,
+    make_optimizer,
+    set_learning_rate,
+    step_scaled,
+)
+from fastweights.training.engine.task import Outcome, Task
+from fastweights.training.runs import snapshot
+from fastweights.training.runs.checkpoint import Contents
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+
+class Learner:
+    """All that training changes. `advance` makes one update and leaves its numbers on the device; `read` fetches them.
+
+    Attributes:
+        step: updates made.
+        model: the bare model, for looking at; `call` runs functions of it.
+    """
+
+    def __init__(self, fabric: Fabric, task: Task, config: TrainingConfig) -> None:
+        self.fabric, self.task, self.config = fabric, task, config
+        self.device, self.rank, self.world = fabric.device, fabric.global_rank, fabric.world_size
+        self.step = 0
+        self.carry: Any = None
+        self._carry_before: Any = None
+        snapshot.seed_everything(config.seed)
+        self.model: nn.Module = task.build()
+        self._module = fabric.setup_module(Objective(self.model.to(self.device)))
+        self._optimizer = task.optimizer(self.model, config) or make_optimizer(
+            self.model, config, task.regions(self.model)
+        )
+        self._wrapped_optimizer: Any = fabric.setup_optimizers(self._optimizer)
+        self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        self._sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
+        if config.graph and (reason := refusal(self.device, self.world, self._optimizer.param_groups)):
+            raise ValueError(f"graph: {reason}; train without it")
+        self._recorder = Recorder(self._change, self.device) if config.graph else None
+        self._loss = self._compiled()
+        # Graph replays write their results to the same place each time.
+        self._graphed = config.compile in GRAPHING_MODES and self.device.type == "cuda"
+        self._meter: dict[str, Tensor] = {}
+        self._broken = torch.zeros((), device=self.device, dtype=torch.float32)
+        self._one = torch.ones((), device=self.device)
+        task.place(self.device)
+        snapshot.seed_everything(config.seed + 1 + self.rank)
+        self.model.train()
+
+    def _compiled(self) -> Any:
+        """The loss, compiled where that is wanted: the task's regions one for all, or all of it."""
+        mode = self.config.compile
+        if mode is None:
+            return self.task.loss
+        regions = self.task.regions(self.model)
+        if not regions or mode in GRAPHING_MODES:
+            return torch.compile(self.task.loss, mode=mode)
+        # The compiler looks for gradients on whatever comes into a region, and is told that it will find none.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor", UserWarning)
+        for region in regions:
+            region.compile(mode=mode)
+        return self.task.loss
+
+    def call(self, function: Any, *arguments: Any, compiled: bool = False) -> Any:
+        """`function(model, *arguments)` inside the wrappers' forward pass, at the precision of training.
+
+        What is compiled runs so only on request: validation comes in other shapes, each of which would be compiled.
+        """
+        call = Call(function, *arguments)
+        eager = not compiled and self.config.compile is not None
+        with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+            self._module(call)
+        return call.result
+
+    def advance(self) -> None:
+        """One update, without waiting for the device."""
+        set_learning_rate(self._optimizer, learning_rate(self.config, self.step))
+        batches = [self._batch(self.step, part) for part in range(self.config.accumulate)]
+        if self._recorder is not None:
+            self._carry_before, self.carry = self._recorder(batches, self.carry)
+        else:
+            self._carry_before, self.carry = self.carry, self._change(batches, self.carry)
+        self.step += 1
+
+    def _change(self, batches: list[Any], carry: Any, compiled: bool = True) -> Any:
+        """Everything of an update that happens on the device; what is carried on comes back."""
+        self._wrapped_optimizer.zero_grad(set_to_none=True)
+        totals: dict[str, Tensor] = {}
+        for part, batch in enumerate(batches):
+            with self._synchronised(part == len(batches) - 1):
+                outcome, tokens, carry = self._forward(batch, carry, compiled)
+                self.fabric.backward(outcome.loss * tokens if self._weighted else outcome.loss)
+            if self._graphed and part == 0 and len(batches) > 1:
+                self._own_gradients()
+            for name, value in {"loss": outcome.loss, **outcome.metrics}.items():
+                scalar = tokens if name == "tokens" else self._scalar(value).detach() * tokens
+                totals[name] = totals[name] + scalar if name in totals else scalar
+            totals.setdefault("tokens", tokens)
+        values = torch.stack([value.double() for value in totals.values()])
+        if self.world > 1:
+            torch.distributed.all_reduce(values)
+        self._update(dict(zip(totals, values, strict=True)))
+        return carry
+
+    @property
+    def _weighted(self) -> bool:
+        """Whether batches of unequal size meet in one update, so that a mean of their means would be wrong."""
+        return self.world * self.config.accumulate > 1
+
+    def _update(self, sums: dict[str, Tensor]) -> None:
+        factor = self._one
+        if self._weighted:
+            # Each process holds the mean over processes of gradients of sums over tokens.
+            factor = (self.world / sums["tokens"]).float()
+        norm = global_norm(local_gradients(self._parameters), self._sharded, self.device).float() * factor
+        finite = torch.isfinite(sums["loss"]) & torch.isfinite(norm)
+        # Counts the updates since the first that went wrong, itself included; from there on the weights stand still.
+        self._broken += ((self._broken > 0) | ~finite).float()
+        if self.config.clip is not None:
+            factor = factor * (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
+        step_scaled(self._optimizer, self._wrapped_optimizer.step, factor, (self._broken > 0).float())
+        for name, value in {**sums, "grad_norm": norm.double(), "steps": self._one.double()}.items():
+            # In place: a recorded update knows its meters by their address.
+            self._meter.setdefault(name, torch.zeros_like(value)).add_(value)
+
+    def _own_gradients(self) -> None:
+        """Take the gradients out of the memory that the next replay writes to, so that it adds to them."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+
+    def _batch(self, step: int, part: int) -> Any:
+        return to_device(self.task.batch(step * self.config.accumulate + part, self.rank, self.world), self.device)
+
+    def _forward(self, batch: Any, carry: Any, compiled: bool) -> tuple[Outcome, Tensor, Any]:
+        """Outcome, its number of tokens, and what it carries on, cut off from it."""
+        if self._graphed:
+            torch.compiler.cudagraph_mark_step_begin()
+        outcome = Outcome(*self.call(self._loss, batch, carry, compiled=compiled))
+        keep = (lambda tensor: tensor.detach().clone()) if self._graphed else Tensor.detach
+        tokens = keep(self._scalar(outcome.metrics.get("tokens", 1))).float()
+        return outcome, tokens, map_tensors(keep, outcome.carry)
+
+    def _scalar(self, value: Tensor | float) -> Tensor:
+        # full() fills on the device; tensor() would copy from the host and wait.
+        return value if isinstance(value, Tensor) else torch.full((), float(value), device=self.device)
+
+    def _synchronised(self, last: bool) -> AbstractContextManager[Any]:
+        if self.world == 1 or self.config.accumulate == 1:
+            return nullcontext()
+        return self.fabric.no_backward_sync(self._module, enabled=not last)
+
+    def read(self) -> dict[str, float]:
+        """Means over the updates since the last call, by token; "tokens" and "steps" are sums. Waits for the device."""
+        values = dict(zip(self._meter, torch.stack(list(self._meter.values())).tolist(), strict=True))
+        for value in self._meter.values():
+            value.zero_()
+        tokens, steps = values.pop("tokens"), values.pop("steps")
+        norm = values.pop("grad_norm") / steps
+        means = {name: value / tokens for name, value in values.items()}
+        return {**means, "grad_norm": norm, "tokens": tokens, "steps": steps}
+
+    def unread_tokens(self) -> float:
+        """Tokens since the last `read`. Waits for the device."""
+        return float(self._meter["tokens"]) if self._meter else 0.0
+
+    def broken_at(self) -> int | None:
+        """The update, counted from 1, whose loss or gradient was the first not to be finite. Waits for the device."""
+        count = int(self._broken.item())
+        return self.step - count + 1 if count else None
+
+    def repeat(self, step: int) -> Tensor:
+        """Loss and gradients of update `step`, counted from 1, once more, with weights as they are."""
+        self._wrapped_optimizer.zero_grad(set_to_none=True)
+        self.carry = self._carry_before
+        total = self._one * 0
+        for part in range(self.config.accumulate):
+            outcome = Outcome(*self.call(self.task.loss, self._batch(step - 1, part), self.carry))
+            self.carry = map_tensors(Tensor.detach, outcome.carry)
+            self.fabric.backward(outcome.loss)
+            total = total + outcome.loss.detach() / self.config.accumulate
+        return total
+
+    def validate(self) -> dict[str, float]:
+        """The task's validation, which leaves no trace in training."""
+        states = snapshot.generators(self.device)
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return {name: float(value) for name, value in self.call(self.task.validate).items()}
+        finally:
+            self.model.train()
+            snapshot.restore_generators(states, self.device)
+
+    def contents(self) -> Contents:
+        """Everything, on the CPU, for a checkpoint of the first process; all processes have to call it."""
+        own = {"generators": snapshot.generators(self.device), "carry": pack(self.carry)}
+        training = {
+            "step": self.step,
+            "optimizer": snapshot.optimizer_state(self.model, self._optimizer),
+            "meter": pack(self._meter),
+            "processes": gather(self.fabric, own),
+        }
+        return Contents(self.weights(), training)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's weights on the CPU; all processes have to call it."""
+        return snapshot.weights_of(self.model)
+
+    def restore(self, contents: Contents) -> None:
+        """Go back to what `contents` holds."""
+        assert contents.training is not None
+        training, processes = contents.training, contents.training["processes"]
+        snapshot.load_weights_into(self.model, contents.weights)
+        snapshot.load_optimizer_state(self.model, self._optimizer, training["optimizer"])
+        self.step = training["step"]
+        if self._recorder is not None:
+            # Recordings know the optimiser's memory as it was.
+            self._recorder = Recorder(self._change, self.device)
+        self._meter = unpack(training["meter"], self.device)
+        if len(processes) == self.world:
+            self.carry = unpack(processes[self.rank]["carry"], self.device)
+            snapshot.restore_generators(processes[self.rank]["generators"], self.device)
+        elif any(process["carry"] is not None for process in processes):
+            raise ValueError(
+                f"the run carries state from batch to batch in {len(processes)} processes, each its own; "
+                f"it cannot go on in {self.world}; start {len(processes)}, or train anew"
+            )
+        else:
+            snapshot.seed_everything(self.config.seed + 1 + self.rank + 1_000_003 * self.step)

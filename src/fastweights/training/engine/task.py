@@ -1,0 +1,108 @@
+"""What a training job is to the loop: a model, batches by number, a loss and a score."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from fastweights.training.engine.config import TrainingConfig
+
+Carry = Any
+
+
+class Score(NamedTuple):
+    """The entry of `Task.validate` that decides which checkpoint is the best."""
+
+    name: str
+    higher_is_better: bool = False
+
+    def beats(self, value: float, best: float | None) -> bool:
+        """Whether `value` is a new best; a tie and NaN are not."""
+        if best is None:
+            return value == value
+        return value > best if self.higher_is_better else value < best
+
+
+class Outcome(NamedTuple):
+    """What `Task.loss` gives back.
+
+    Args:
+        loss: scalar, the mean over the tokens of the batch, with gradient.
+        metrics: scalars (tensors or numbers) to be logged as means over tokens. "tokens", the number of tokens that
+            `loss` is a mean of, is summed instead, and weighs the batch against the others of the same update.
+        carry: what the next batch needs from this one, such as fast-weight states; None for nothing.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor | float]
+    carry: Carry = None
+
+
+class Task(ABC):
+    """A training job. Four methods are a must, the others have defaults.
+
+    Attributes:
+        score: what the best checkpoint is best at.
+        unused_parameters: whether some batches leave some parameters without gradient, which data parallelism has to
+            be told.
+    """
+
+    score: Score = Score("loss")
+    unused_parameters: bool = False
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """The model with fresh weights, drawn from torch's global generator."""
+
+    @abstractmethod
+    def batch(self, index: int, rank: int, world: int) -> Any:
+        """Part `rank` of `world` of batch `index`, counted from 0 over the whole run.
+
+        It must depend on nothing else (no global generator, no iterator), so that a run can go on from any step. With
+        gradient accumulation an update reads several batches. Tensors may be on any device; those elsewhere than the
+        model are copied there.
+        """
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any, carry: Carry) -> Outcome:
+        """Loss of one batch, given what the batch before it carried over (None at the beginning).
+
+        The loop cuts the carry off from the graph and saves it in checkpoints; it may be made of tensors, dataclasses,
+        named tuples, lists, tuples, dicts and plain values. Where a batch starts an epoch, this method drops it. This
+        is what `TrainingConfig.compile` compiles, so it should read nothing back from the device.
+        """
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """All that decides the outcome beside `TrainingConfig`, for JSON: a run goes on only where this is the same."""
+
+    def validate(self, model: nn.Module) -> dict[str, float]:
+        """Scores of the model as it is, among them `score.name`; nothing for a task without validation.
+
+        Called in evaluation mode without gradients, in every process with the same result.
+        """
+        return {}
+
+    def place(self, device: torch.device) -> None:  # noqa: B027
+        """Told once where the model is, so that data can be put there ahead of time."""
+
+    def shards(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The parts that FSDP gathers one at a time: by default what the model's `ModuleList`s hold."""
+        return [part for module in model.modules() if isinstance(module, nn.ModuleList) for part in module]
+
+    def regions(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Parts that are alike, such as the blocks of a stack: what is compiled for one serves them all.
+
+        Without any, `loss` is compiled as a whole, which for a deep model takes minutes. Their matrices are those that
+        `TrainingConfig.optimizer` "muon" is for.
+        """
+        return []
+
+    def optimizer(self, model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer | None:
+        """An optimiser, or None for the configuration's; a group's rate is the schedule's times its "scale", if any."""
+        return None

@@ -1,0 +1,228 @@
+"""The log of a run: JSON lines always, the console, TensorBoard and W&B where they are."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fastweights.common.files import write_atomically
+from fastweights.training.engine.config import TrainingConfig
+
+
+class Sink(Protocol):
+    """Takes records with a "kind" ("train", "valid" or "event") and a "step"."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One JSON object a line. A run that goes on from `step` drops the measurements after it, to make them anew."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        if path.exists():
+            kept = "".join(json.dumps(r) + "\n" for r in read_log(path) if _stays(r, step))
+            write_atomically(path, kept.encode())
+        self._file = path.open("a")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps({key: _plain(value) for key, value in record.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_log(path: Path | str) -> list[dict[str, Any]]:
+    """The records of a log; a last line that was cut short is left out."""
+    records = []
+    for line in Path(path).read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def _stays(record: dict[str, Any], step: int) -> bool:
+    return record.get("kind") == "event" or record.get("step", 0) <= step
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class TensorBoard:
+    """Scalars as `kind/name`."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for name, value in _scalars(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, the same one again when training goes on."""
+
+    def __init__(self, project: str, out: Path, configuration: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ImportError("wandb was asked for and is not installed; pip install wandb, or leave it out") from None
+        identity = out / "wandb.txt"
+        if not identity.exists():
+            write_atomically(identity, wandb.util.generate_id().encode())
+        self._run = wandb.init(
+            project=project, id=identity.read_text(), resume="allow", dir=str(out), config=configuration
+        )
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        scalars = _scalars(record)
+        if scalars:
+            self._run.log(scalars, step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    if record["kind"] == "event":
+        return {}
+    numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, (int, float))}
+    return {f"{record['kind']}/{name}": value for name, value in numbers.items()}
+
+
+class Terminal:
+    """A bar on a terminal, a line for each record elsewhere."""
+
+    def __init__(self, console: Console, steps: int, step: int) -> None:
+        self.console = console
+        self.steps = steps
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            times = (TimeElapsedColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, *times, console=console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("training", total=steps, completed=step)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if record["kind"] != "event":
+            self.say(self._line(record))
+
+    def advance(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def say(self, text: str, style: str | None = None) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _line(self, record: Mapping[str, Any]) -> str:
+        place = f"step {record['step']}/{self.steps}"
+        if record["kind"] == "valid":
+            shown = {k: v for k, v in record.items() if k not in ("kind", "step", "wall_s", "best")}
+            best = " (best so far)" if record.get("best") else ""
+            return f"{place}  validation  " + "  ".join(f"{k} {v:.5g}" for k, v in shown.items()) + best
+        return (
+            f"{place}  loss {record['loss']:.4f}  lr {record['lr']:.3g}  grad norm {record['grad_norm']:.3g}  "
+            f"{record['tokens_per_s']:,.0f} tokens/s  {record['memory_bytes'] / 2**30:.2f} GiB"
+        )
+
+
+class RunLog:
+    """All sinks of the first process; the other processes have none."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self.terminal: Terminal | None = None
+        self._sinks: list[Sink] = []
+        self._failed: set[str] = set()
+
+    def open(
+        self, out: Path, config: TrainingConfig, task: dict[str, Any], step: int, watch: Sink | None = None
+    ) -> None:
+        """Start writing, for a run that has made `step` updates; to `watch` too."""
+        self._sinks.append(JsonLines(out / "log.jsonl", step))
+        self._sinks += [] if watch is None else [watch]
+        if config.tensorboard and _tensorboard_is_installed():
+            self._sinks.append(TensorBoard(out / "tensorboard", step))
+        if config.wandb is not None:
+            self._sinks.append(WandB(config.wandb, out, {"task": task, "training": config.describe()}))
+        self.terminal = Terminal(self.console, config.steps, step)
+        self._sinks.append(self.terminal)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """A record to every sink. One that fails, as on a full disk, is reported once and does not stop training."""
+        record = {"kind": kind, "step": step, **values}
+        for sink in self._sinks:
+            try:
+                sink.write(record)
+            except OSError as error:
+                name = type(sink).__name__
+                if name not in self._failed:
+                    self._failed.add(name)
+                    self.warn(f"{name} cannot be written ({error.strerror}); training goes on, the log has gaps")
+
+    def advance(self, step: int) -> None:
+        if self.terminal is not None:
+            self.terminal.advance(step)
+
+    def say(self, text: str) -> None:
+        if self.terminal is not None:
+            self.terminal.say(text)
+
+    def warn(self, text: str) -> None:
+        """A warning to the console, also before `open`."""
+        self.console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True, style="bold red")
+
+
+def _tensorboard_is_installed() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("tensorboard") is not None
+
+
+def memory_in_use(device: Any) -> int:
+    """The most bytes held so far: allocated on the GPU, or resident in this process."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,1 @@
+"""What each kind of model is trained on, and how it is scored."""

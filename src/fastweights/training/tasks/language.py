@@ -1,0 +1,228 @@
+"""Training a language model on a corpus, as the loop wants it.
+
+corpus = Corpus.load("data/wikitext2")
+task, config = assemble(corpus, preset="tiny", mixer="delta", steps=500)
+train(task, config, "runs/tiny-delta")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fastweights.common.tables import look_up
+from fastweights.data.text.corpus import Corpus, Segment, Segments, ShuffledSegments
+from fastweights.data.text.documents import DOCUMENTS, mark_documents
+from fastweights.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState, check_forgets
+from fastweights.models.presets import MIXER_CHOICES, PRESETS, TrainingRecipe, check_reading, training_recipe
+from fastweights.training.engine.config import TrainingConfig
+from fastweights.training.engine.settings import Fields
+from fastweights.training.engine.task import Outcome, Task
+from fastweights.training.tasks.evaluate import EVAL_BATCH, Protocol, check_carried, measure
+
+# What the corpus or the arguments of `assemble` decide.
+_DECIDED = {"vocab_size": "follows from the corpus", "mixer": "has its own option", "rule": "has its own option"}
+_READING = {"segment": int, "batch_size": int, "eval_batch": int, "documents": str, "order": str}
+FIELDS = Fields(LanguageModelConfig, _READING, _DECIDED)
+
+
+class LanguageTask(Task):
+    """The next word of a corpus: its training text in `batch_size` rows, read in order, `segment` words at a time.
+
+    With order "shuffled" the segments of a step come from everywhere in the text instead, as `seed` has it.
+
+    With context "carried" each segment goes on from the state of the one before, without gradient, and an epoch begins
+    with none; with "limited" every segment stands alone. With `documents` other than "none" a model with fast weights
+    also forgets where one of them begins, see `data.documents`. Validation reads the validation text in order in
+    `eval_batch` rows, and gives "loss" (nats a word) and "ppl".
+    """
+
+    def __init__(
+        self,
+        model: LanguageModelConfig,
+        corpus: Corpus,
+        *,
+        segment: int,
+        batch_size: int,
+        context: str = "limited",
+        eval_batch: int = EVAL_BATCH,
+        documents: str = "none",
+        order: str = "stream",
+        seed: int = 0,
+    ) -> None:
+        check_reading(context, order)
+        look_up(DOCUMENTS, documents, "kind of documents")
+        self.model, self.corpus, self.context, self.documents = model, corpus, context, documents
+        self.segment, self.batch_size, self.eval_batch = segment, batch_size, eval_batch
+        self.carried, self.order, self.seed = context == "carried", order, seed
+        self._check()
+        # Layers refuse what a configuration cannot know, such as the options of a feature map.
+        with torch.device("meta"):
+            self.n_parameters = LanguageModel(model).n_parameters
+        streams = {"train": corpus.train, "valid": corpus.valid}
+        self._streams = {split: mark_documents(each, corpus.vocabulary, documents) for split, each in streams.items()}
+        self._segments: dict[tuple[int, int], Segments | ShuffledSegments] = {}
+        self._check_cut("train", self._cut)
+        self._check_cut("valid", lambda: self._streams["valid"].segments(eval_batch, segment))
+
+    def _check_cut(self, split: str, cut: Callable[[], object]) -> None:
+        try:
+            cut()
+        except ValueError as error:
+            raise ValueError(f"the {split} text of {self.corpus.folder}: {error}") from None
+
+    def _check(self) -> None:
+        model, words = self.model, len(self.corpus.vocabulary)
+        if model.vocab_size != words:
+            raise ValueError(f"the model has vocab_size {model.vocab_size:,}, the corpus {words:,} words")
+        if self.documents != "none":
+            check_forgets(model)
+        if self.carried:
+            check_carried(model)
+            if model.feature_map == "favor" and model.feature_map_options.get("redraw", True):
+                raise ValueError(
+                    "feature map 'favor' draws new features for each segment, with which the state of the one before "
+                    "cannot be read; set feature_map_options = {'redraw': false}, or take limited context"
+                )
+        elif model.mixer == "relative" and model.mem_len:
+            raise ValueError(
+                f"mixer 'relative' (xl) remembers {model.mem_len} words, and with context 'limited' there are none; "
+                "take context 'carried', or mem_len 0 for its relative positions alone"
+            )
+
+    def build(self) -> LanguageModel:
+        """The model with fresh weights."""
+        return LanguageModel(self.model)
+
+    def place(self, device: torch.device) -> None:
+        """Bring the texts to the device; in the memory of the host they stay mapped from their files."""
+        if device.type != "cpu":
+            self._streams = {split: stream.to(device) for split, stream in self._streams.items()}
+            self._segments = {}
+
+    def _cut(self, rank: int = 0, world: int = 1) -> Segments | ShuffledSegments:
+        stream = self._streams["train"]
+        if self.order == "shuffled":
+            return stream.shuffled(self.batch_size, self.segment, seed=self.seed, rank=rank, world=world)
+        return stream.segments(self.batch_size, self.segment, rank=rank, world=world)
+
+    def batch(self, index: int, rank: int, world: int) -> Segment:
+        """The segment of that number in the rows of this process."""
+        if (rank, world) not in self._segments:
+            self._segments[rank, world] = self._cut(rank, world)
+        segment = self._segments[rank, world].batch_at(index)
+        # Where nothing is carried an epoch begins like any other segment, also for a recorded update.
+        return segment._replace(starts_epoch=segment.starts_epoch and self.carried)
+
+    def loss(self, model: nn.Module, batch: Segment, carry: LanguageModelState | None) -> Outcome:
+        """Mean of -log p over the words of a segment."""
+        assert isinstance(model, LanguageModel)
+        nll, state = model.loss(batch.inputs, batch.targets, None if batch.starts_epoch else carry, batch.starts)
+        return Outcome(nll.mean(), {"tokens": nll.numel()}, state if self.carried else None)
+
+    def regions(self, model: nn.Module) -> list[nn.Module]:
+        """The blocks: the rest is the softmax, in kernels of its own, and a few additions."""
+        assert isinstance(model, LanguageModel)
+        return list(model.blocks)
+
+    def validate(self, model: nn.Module) -> dict[str, float]:
+        """Loss and perplexity by segments, close to and a little above those of the paper's protocols."""
+        assert isinstance(model, LanguageModel)
+        how = Protocol(name="segment", segment=self.segment, batch=self.eval_batch, carry=self.carried)
+        found = measure(model, self._streams["valid"], how)
+        return {"loss": found.loss, "ppl": found.ppl}
+
+    def describe(self) -> dict[str, Any]:
+        """The model, the cutting of the text, and which text it is, wherever it lies."""
+        vocabulary = self.corpus.manifest["vocabulary"]
+        return {
+            "name": "language",
+            "model": self.model.to_dict(),
+            "context": self.context,
+            "segment": self.segment,
+            "batch_size": self.batch_size,
+            "eval_batch": self.eval_batch,
+            "documents": self.documents,
+            "corpus": {"fingerprint": self.corpus.fingerprint, "vocabulary_sha256": vocabulary["sha256"]},
+            **({} if self.order == "stream" else {"order": self.order, "seed": self.seed}),
+        }
+
+
+class Plan(NamedTuple):
+    """Everything that decides a training run but the text: the model, how the text is cut, and the schedule."""
+
+    model: LanguageModelConfig
+    recipe: TrainingRecipe
+    eval_batch: int
+    documents: str
+    training: TrainingConfig
+
+
+def plan(
+    words: int,
+    *,
+    preset: str = "small",
+    mixer: str = "delta",
+    rule: str | None = None,
+    context: str | None = None,
+    **settings: Any,
+) -> Plan:
+    """A preset of `models.presets` for a vocabulary, with any field of model, task or `TrainingConfig` changed by name.
+
+    What is not given follows from what is: a run with other `steps` than the preset's has at most a tenth of them as
+    warm-up, Transformer-XL remembers as many words as a segment has, and random features stand still where a state is
+    carried.
+    """
+    look_up(PRESETS, preset, "preset")
+    look_up(MIXER_CHOICES, mixer, "mixer")
+    model, task, training = FIELDS.sort(settings)
+    given = {"context": context, "segment": task.get("segment"), "batch_size": task.get("batch_size")}
+    given |= {"order": task.get("order")}
+    given |= {"steps": training.get("steps"), "lr": training.get("lr"), "warmup_steps": training.pop("warmup", None)}
+    overrides = {name: value for name, value in given.items() if value is not None}
+    recipe = _recipe(preset, mixer, overrides)
+    if mixer == "xl" and "segment" in overrides:
+        model.setdefault("mem_len", recipe.segment)
+    if recipe.context == "carried" and model.get("feature_map", MIXER_CHOICES[mixer].feature_map) == "favor":
+        model["feature_map_options"] = {"redraw": False, **model.get("feature_map_options", {})}
+    config = PRESETS[preset](mixer, rule=rule, context=recipe.context, vocab_size=words, **model)
+    # Ten validations and fifty lines of log, where the authors' intervals would give fewer.
+    defaults: dict[str, Any] = {
+        "eval_every": min(4000, max(1, recipe.steps // 10)),
+        "log_every": min(200, max(1, recipe.steps // 50)),
+        "clip": recipe.clip,
+    }
+    schedule = {"steps": recipe.steps, "lr": recipe.lr, "warmup": recipe.warmup_steps}
+    # Of the recipe only what still does something: the rate of an optimiser goes with it.
+    idle = TrainingConfig.idle({**recipe.training, **training})
+    usual = {name: value for name, value in recipe.training.items() if name not in idle}
+    training = {**defaults, **usual, **training, **schedule}
+    eval_batch, documents = task.get("eval_batch", EVAL_BATCH), task.get("documents", "none")
+    return Plan(config, recipe, eval_batch, documents, TrainingConfig(**training))
+
+
+def assemble(corpus: Corpus, **choice: Any) -> tuple[LanguageTask, TrainingConfig]:
+    """What `plan` makes of the arguments, on a corpus."""
+    made = plan(len(corpus.vocabulary), **choice)
+    task = LanguageTask(
+        made.model,
+        corpus,
+        segment=made.recipe.segment,
+        batch_size=made.recipe.batch_size,
+        context=made.recipe.context,
+        eval_batch=made.eval_batch,
+        documents=made.documents,
+        order=made.recipe.order,
+        seed=made.training.seed,
+    )
+    return task, made.training
+
+
+def _recipe(preset: str, mixer: str, overrides: dict[str, Any]) -> TrainingRecipe:
+    usual = training_recipe(preset, mixer)
+    if 1 <= overrides.get("steps", usual.steps) != usual.steps and "warmup_steps" not in overrides:
+        overrides = {**overrides, "warmup_steps": min(usual.warmup_steps, overrides["steps"] // 10)}
+    return training_recipe(preset, mixer, **overrides)

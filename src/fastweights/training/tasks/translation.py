@@ -1,0 +1,219 @@
+"""Training a translation model on sentence pairs, as the loop wants it.
+
+corpus = ParallelCorpus.load("data/wmt14")
+task, config = assemble_translation(corpus, preset="base", attention="dpfp", nu=2)
+train(task, config, "runs/base-dpfp")
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fastweights.common.tables import look_up
+from fastweights.common.tree import map_tensors, to_device
+from fastweights.data.pairs.corpus import PairBatch, ParallelCorpus
+from fastweights.inference.translate import translate
+from fastweights.models.translation import TranslationModel
+from fastweights.models.translation_config import ATTENTIONS, POSITIONS, TranslationModelConfig
+from fastweights.models.translation_presets import PRESETS, TranslationRecipe, translation_recipe
+from fastweights.training.engine.config import TrainingConfig
+from fastweights.training.engine.settings import Fields
+from fastweights.training.engine.task import Outcome, Score, Task
+from fastweights.training.tasks.bleu import Bleu, bleu, require_sacrebleu
+
+__all__ = ["Bleu", "TranslationTask", "assemble_translation", "bleu", "plan_translation"]
+
+# Sentences of the validation set that a validation translates, by greedy search.
+BLEU_SENTENCES = 500
+BLEU_BEAM = 1
+_TASK = {
+    "max_tokens": int,
+    "max_length": int,
+    "label_smoothing": float,
+    "bleu_sentences": int,
+    "bleu_beam": int,
+}
+FIELDS = Fields(TranslationModelConfig, _TASK, {"vocab_size": "follows from the corpus"})
+
+
+class TranslationTask(Task):
+    """The target sentence of each pair, token by token, given the source and the target so far.
+
+    Validation gives "loss" (nats a token, without label smoothing), "ppl", and "bleu" of the first `bleu_sentences`
+    of the validation set, decoded with `bleu_beam` beams; the best checkpoint is the one with the highest BLEU, or
+    with 0 sentences the one with the lowest loss.
+
+    Args:
+        max_tokens: size of a batch on either side, padding included, over all processes.
+        max_length: training pairs with more tokens on a side are left out.
+        label_smoothing: share of the target's probability that is spread over all tokens.
+        seed: of the order of the pairs.
+    """
+
+    def __init__(
+        self,
+        model: TranslationModelConfig,
+        corpus: ParallelCorpus,
+        *,
+        max_tokens: int,
+        max_length: int | None = None,
+        label_smoothing: float = 0.1,
+        bleu_sentences: int = BLEU_SENTENCES,
+        bleu_beam: int = BLEU_BEAM,
+        seed: int = 0,
+    ) -> None:
+        if model.vocab_size != len(corpus.tokenizer):
+            raise ValueError(f"the model has vocab_size {model.vocab_size:,}, the corpus {len(corpus.tokenizer):,}")
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be at least 0 and below 1, got {label_smoothing}")
+        if bleu_sentences < 0 or bleu_beam < 1:
+            raise ValueError(
+                f"bleu_sentences must be at least 0 and bleu_beam at least 1, got {bleu_sentences} and {bleu_beam}"
+            )
+        if bleu_sentences:
+            # Now and not after hours of training.
+            require_sacrebleu()
+        self.model, self.corpus = model, corpus
+        self.max_tokens, self.max_length, self.label_smoothing = max_tokens, max_length, label_smoothing
+        self.bleu_sentences, self.bleu_beam, self.seed = bleu_sentences, bleu_beam, seed
+        self.score = Score("bleu", higher_is_better=True) if bleu_sentences else Score("loss")
+        # Layers refuse what a configuration cannot know.
+        with torch.device("meta"):
+            self.n_parameters = TranslationModel(model).n_parameters
+        try:
+            self._train = corpus.split("train").batches(max_tokens, seed=seed, max_length=max_length, shuffle=True)
+        except ValueError as error:
+            raise ValueError(f"the train pairs of {corpus.folder}: {error}") from None
+        self._device = torch.device("cpu")
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of training in one pass through the pairs."""
+        return len(self._train)
+
+    @property
+    def left_out(self) -> int:
+        """Training pairs that are too long."""
+        return self._train.left_out
+
+    def build(self) -> TranslationModel:
+        """The model with fresh weights."""
+        return TranslationModel(self.model)
+
+    def place(self, device: torch.device) -> None:
+        """Batches are made on the host, in memory that a GPU can copy from while it computes."""
+        self._device = device
+
+    def batch(self, index: int, rank: int, world: int) -> PairBatch:
+        """This process' pairs of the batch of that number."""
+        pairs = self._train.batch_at(index, rank, world)
+        return map_tensors(torch.Tensor.pin_memory, pairs) if self._device.type == "cuda" else pairs
+
+    def loss(self, model: nn.Module, batch: PairBatch, carry: None) -> Outcome:
+        """Mean over the target tokens of the loss with label smoothing; "nll" is that without."""
+        smoothed, nll, tokens = self._losses(model, batch, self.label_smoothing)
+        return Outcome(smoothed / tokens.clamp(min=1), {"tokens": tokens, "nll": nll / tokens.clamp(min=1)})
+
+    def _losses(
+        self, model: nn.Module, batch: PairBatch, smoothing: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sums over the target tokens, and their number."""
+        assert isinstance(model, TranslationModel)
+        both = model.loss(batch.source, batch.source_mask, batch.target_in, batch.target_out, smoothing)
+        smoothed, nll = ((losses * batch.target_mask).sum() for losses in both)
+        return smoothed, nll.detach(), batch.target_mask.sum()
+
+    def validate(self, model: nn.Module) -> dict[str, float]:
+        """Loss of the whole validation set, and BLEU of its beginning."""
+        assert isinstance(model, TranslationModel)
+        pairs, device = self.corpus.split("valid"), model.embedding.weight.device
+        longest = int(max(pairs.lengths("source").max(), pairs.lengths("target").max())) + 1
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        # Room for the longest, whatever the budget of training.
+        for batch in pairs.batches(max(self.max_tokens, longest + 8), shuffle=False):
+            _, nll, tokens = self._losses(model, to_device(batch, device), 0.0)
+            total += torch.stack([nll.double(), tokens.double()])
+        nll_sum, count = total.tolist()
+        scores = {"loss": nll_sum / count, "ppl": float(torch.tensor(nll_sum / count).double().exp())}
+        if self.bleu_sentences:
+            scores["bleu"] = self._bleu(model).score
+        return scores
+
+    def _bleu(self, model: TranslationModel) -> Bleu:
+        pairs, count = self.corpus.split("valid"), self.bleu_sentences
+        found = translate(model, self.corpus.tokenizer, pairs.sources[:count], beam=self.bleu_beam)
+        return bleu(found, pairs.targets[:count])
+
+    def describe(self) -> dict[str, Any]:
+        """The model, the batches, and which pairs they are, wherever they lie."""
+        return {
+            "name": "translation",
+            "model": self.model.to_dict(),
+            "max_tokens": self.max_tokens,
+            "max_length": self.max_length,
+            "label_smoothing": self.label_smoothing,
+            "bleu_sentences": self.bleu_sentences,
+            "bleu_beam": self.bleu_beam,
+            "seed": self.seed,
+            "corpus": {"fingerprint": self.corpus.fingerprint, "tokenizer_sha256": self.corpus.tokenizer.sha256},
+        }
+
+
+class TranslationPlan(NamedTuple):
+    """Everything that decides a training run but the pairs."""
+
+    model: TranslationModelConfig
+    recipe: TranslationRecipe
+    task: dict[str, Any]
+    training: TrainingConfig
+
+
+def plan_translation(
+    tokens: int, *, preset: str = "base", attention: str = "softmax", **settings: Any
+) -> TranslationPlan:
+    """A preset of `models.translation_presets` for a vocabulary, with any field of model, task or training by name.
+
+    What is not given follows from what is: a run with other `steps` than the preset's has at most a tenth of them as
+    warm-up, and one with fewer than a tenth of the preset's keeps the Performer's features as they were first drawn: so
+    few updates are too few to learn from features that change with each of them.
+    """
+    look_up(PRESETS, preset, "preset")
+    look_up(ATTENTIONS, attention, "attention")
+    model, task, training = FIELDS.sort(settings)
+    names = {"steps": "steps", "lr": "lr", "warmup": "warmup_steps", "accumulate": "accumulate"}
+    overrides = {own: training.pop(name) for name, own in names.items() if name in training}
+    overrides |= {name: task.pop(name) for name in ("max_tokens", "max_length", "label_smoothing") if name in task}
+    usual = translation_recipe(preset)
+    if 1 <= overrides.get("steps", usual.steps) != usual.steps and "warmup_steps" not in overrides:
+        overrides["warmup_steps"] = min(usual.warmup_steps, overrides["steps"] // 10)
+    recipe = translation_recipe(preset, **overrides)
+    defaults: dict[str, Any] = {
+        "schedule": recipe.schedule,
+        "betas": (0.9, 0.98),
+        "eps": 1e-9,
+        "clip": recipe.clip,
+        # Ten validations and fifty lines of log, at least.
+        "eval_every": min(2000, max(1, recipe.steps // 10)),
+        "log_every": min(100, max(1, recipe.steps // 50)),
+    }
+    schedule = {"steps": recipe.steps, "lr": recipe.lr, "warmup": recipe.warmup_steps, "accumulate": recipe.accumulate}
+    task = {"bleu_sentences": BLEU_SENTENCES, "bleu_beam": BLEU_BEAM, **task}
+    if recipe.steps < usual.steps // 10 and "performer" in {model.get(place, attention) for place in POSITIONS}:
+        model = {"redraw": False, **model}
+    config = PRESETS[preset](attention, vocab_size=tokens, **model)
+    return TranslationPlan(config, recipe, task, TrainingConfig(**{**defaults, **training, **schedule}))
+
+
+def assemble_translation(
+    corpus: ParallelCorpus, *, preset: str = "base", attention: str = "softmax", **settings: Any
+) -> tuple[TranslationTask, TrainingConfig]:
+    """What `plan_translation` makes of the arguments, on a corpus: the same attention in all three positions, unless
+    `encoder`, `decoder` or `cross` say otherwise."""
+    model, recipe, task, training = plan_translation(
+        len(corpus.tokenizer), preset=preset, attention=attention, **settings
+    )
+    batches = {name: getattr(recipe, name) for name in ("max_tokens", "max_length", "label_smoothing")}
+    return TranslationTask(model, corpus, seed=training.seed, **batches, **task), training
