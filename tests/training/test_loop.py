@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -113,6 +114,15 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
             return super().validate(model)
 
     assert run(tmp_path, Nested()).finished
+
+
+def test_temporary_files_of_a_killed_run_are_removed_after_a_day(tmp_path):
+    for name, hours in (("old", 25), ("young", 1)):
+        path = tmp_path / f".config.json.{name}.tmp"
+        path.write_text("{")
+        os.utime(path, (time.time() - 3600 * hours,) * 2)
+    run(tmp_path, steps=1)
+    assert [path.name for path in tmp_path.glob(".*.tmp")] == [".config.json.young.tmp"]
 
 
 def test_a_folder_that_is_a_file(tmp_path):

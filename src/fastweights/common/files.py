@@ -1,20 +1,48 @@
-"""Writing files so that a kill, a crash or a full disk leaves either the old content or the new."""
+"""Files that a kill, a crash or a full disk leaves either as they were or complete."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
+
+# What is written before it is renamed to its final name: `.NAME.tmp`, a file or a folder.
+_TEMPORARIES = ".*.tmp"
+_DAY_S = 24 * 60 * 60
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """`content` at `path`, or whatever was there before, whenever the process or the machine stops."""
+    """Replace the file at `path`; whenever the process or the machine stops, it holds the old content or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_durably(temporary, content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_durably(path: Path, content: bytes | memoryview) -> None:
+    """Write a file and wait until it is on the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def remove_stale_temporaries(folder: Path, older_than_s: float = _DAY_S) -> None:
+    """Remove what killed processes left in `folder`: files and folders named `.*.tmp`, unchanged for a day.
+
+    Younger ones may belong to a process that is still writing. What cannot be removed stays without an error.
+    """
+    for path in folder.glob(_TEMPORARIES):
+        with suppress(OSError):
+            newest = max(part.lstat().st_mtime for part in (path, *path.rglob("*")))
+            if time.time() - newest < older_than_s:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import fastweights
+from fastweights.common.files import remove_stale_temporaries
 from fastweights.common.tables import look_up
 from fastweights.data.manifest import (
     FORMAT,
@@ -76,6 +77,7 @@ def prepare(
     try:
         out.mkdir(parents=True, exist_ok=True)
         with one_at_a_time(out):
+            remove_stale_temporaries(out)
             manifest = None if force else _finished(kind, row, request, out)
             if manifest is not None:
                 return Prepared(manifest, False)

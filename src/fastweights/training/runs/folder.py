@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import IO, Any
 
-from fastweights.common.files import write_atomically
+from fastweights.common.files import remove_stale_temporaries, write_atomically
 from fastweights.training.engine.config import TrainingConfig
 
 FORMAT = 1
@@ -38,6 +38,7 @@ class RunFolder:
             self._take()
         except OSError as error:
             raise RunError(f"cannot write to {self.out}: {error.strerror}; choose another folder") from None
+        remove_stale_temporaries(self.out)
         path = self.out / "config.json"
         asked = json.loads(json.dumps({"task": task, "training": config.describe()}))
         if fresh:
