@@ -12,13 +12,14 @@ from torch.autograd import gradcheck
 
 from fastweights.ops import family
 from fastweights.ops.cpu import backend as cpu
+from fastweights.ops.cpu import build
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
 from tests.ops.calls import FAMILY, NORMALIZATIONS, gradients, random_call, relative_error
 
-CACHES = (cpu.library, cpu._failure, cpu._unavailable)
+CACHES = (build.library, build._failure, build._unavailable)
 
-pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=str(cpu.unavailable()))
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 
 @pytest.fixture
@@ -35,12 +36,12 @@ def forgotten():
 def compiler(tmp_path, monkeypatch, forgotten):
     """The real compiler under a name that keeps a list of its builds, and an empty cache."""
     builds, script = tmp_path / "builds", tmp_path / "compiler"
-    script.write_text(f'#!/bin/sh\ncase "$*" in *memory.cpp*) echo >> {builds};; esac\nexec {cpu._compiler()} "$@"\n')
+    script.write_text(f'#!/bin/sh\ncase "$*" in *memory.cpp*) echo >> {builds};; esac\nexec {build._compiler()} "$@"\n')
     script.chmod(0o755)
     builds.touch()
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cpu, "FLAGS", ["-O0" if flag == "-O3" else flag for flag in cpu.FLAGS])
+    monkeypatch.setattr(build, "FLAGS", ["-O0" if flag == "-O3" else flag for flag in build.FLAGS])
     return lambda: len(builds.read_text().splitlines())
 
 
@@ -246,7 +247,7 @@ def test_bounds_outside_the_sequence(bounds):
 
 
 def test_built_once_and_again_where_the_file_is_broken(compiler):
-    library = Path(cpu.library()._name)
+    library = Path(build.library()._name)
     assert compiler() == 1
     for broken, builds in ((None, 1), (lambda x: x[:-1000], 2), (lambda x: b"", 3)):
         if broken is not None:
@@ -254,15 +255,15 @@ def test_built_once_and_again_where_the_file_is_broken(compiler):
             content = library.read_bytes()
             library.unlink()
             library.write_bytes(broken(content))
-        cpu.library.cache_clear()
-        assert cpu.library()._name == str(library)
+        build.library.cache_clear()
+        assert build.library()._name == str(library)
         assert compiler() == builds
-        assert cpu.failure() is None
+        assert build.failure() is None
 
 
 @pytest.mark.slow
 def test_several_processes_build_once(compiler):
-    code = "from fastweights.ops.backends import cpu; assert cpu.failure() is None"
+    code = "from fastweights.ops.cpu import build; assert build.failure() is None"
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert compiler() == 1
@@ -271,13 +272,13 @@ def test_several_processes_build_once(compiler):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_nowhere_to_keep_it(compiler, tmp_path):
     (tmp_path / "cache").mkdir(mode=0o500)
-    assert cpu.failure() is None
+    assert build.failure() is None
     assert compiler() == 1
 
 
 def test_a_cache_that_is_no_folder(compiler, tmp_path):
     (tmp_path / "cache").write_text("")
-    assert cpu.failure() is None
+    assert build.failure() is None
     call = random_call("delta")
     assert relative_error(everything(call), expected(call)) < 1e-12
 

@@ -1,0 +1,143 @@
+"""The C++ of backend `cpu`, csrc/: the compiler, the build, and the user's cache that keeps it.
+
+The C++ knows PyTorch by its stable C interface only, so one build takes seconds. What a process finds in the cache is
+the very file that some process built, by the checksum at its end; anything else is built again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent / "csrc"
+# As fast as -ffast-math here, without its assumption that nothing is ever NaN or infinite.
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
+)
+
+
+def _compiler() -> str | None:
+    """The C++ compiler: $CXX, or the first of the usual names."""
+    return next(filter(None, map(shutil.which, [os.environ.get("CXX", ""), "g++", "clang++", "c++"])), None)
+
+
+def _cpu() -> str:
+    """What -march=native looks at."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _path(compiler: str) -> Path:
+    """Where the library for this machine, compiler and PyTorch is kept."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    sources = [path.read_text() for path in sorted(SOURCES.iterdir())]
+    content = [*sources, *FLAGS, compiler, version, platform.machine(), _cpu(), torch.__version__]
+    name = hashlib.sha256("\n".join(content).encode()).hexdigest()[:24]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return home / "fastweights" / "cpu" / f"{name}.so"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone among all processes."""
+    import fcntl  # not on every system, but wherever there is something to build
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _intact(path: Path) -> bool:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return content[-32:] == hashlib.sha256(content[:-32]).digest()
+
+
+def _build(compiler: str, path: Path) -> None:
+    """Compile to `path`, which is either not there or whole, whenever the process stops."""
+    torch_home = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        command = [compiler, *FLAGS, f"-I{torch_home / 'include'}", str(SOURCES / "memory.cpp"), "-o", str(built)]
+        command += [f"-L{torch_home / 'lib'}", "-ltorch_cpu"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        content = built.read_bytes()
+        built.write_bytes(content + hashlib.sha256(content).digest())
+        built.replace(path)
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library; built where no process on this machine has done so."""
+    compiler = _compiler()
+    if compiler is None:
+        raise RuntimeError("there is no C++ compiler")
+    path = _path(compiler)
+    if _intact(path):
+        return ctypes.CDLL(str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            if not _intact(path):
+                _build(compiler, path)
+            return ctypes.CDLL(str(path))
+    except OSError:
+        # Nowhere to keep it, or to run it from: for this process only.
+        with tempfile.TemporaryDirectory() as folder:
+            _build(compiler, Path(folder) / path.name)
+            return ctypes.CDLL(str(Path(folder) / path.name))
+
+
+@cache
+def _failure() -> str | None:
+    """Why there is no library. Says it aloud once: with a compiler at hand, nobody expects the slower way."""
+    try:
+        library()
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        reason = f"the C++ could not be built: {error}"
+        warnings.warn(f"{reason}\n'auto' takes the backend 'chunked' instead.", stacklevel=2)
+        return reason
+    return None
+
+
+@cache
+def _unavailable() -> str | None:
+    if sys.platform != "linux":
+        return f"it is built on Linux only, this is {sys.platform}"
+    if _compiler() is None:
+        return "there is no C++ compiler (g++ or clang++, or the one that CXX names)"
+    return None
+
+
+def unavailable() -> str | None:
+    """Why it cannot run on this machine, as far as one can tell without building it."""
+    return _unavailable()
+
+
+def failure() -> str | None:
+    """Why it could not be built; builds it where nobody did."""
+    return _failure()
+
+
+# Both ask the machine, not the problem, so `torch.compile` may take their answers for constants. This is all that
+# `torch.compiler.assume_constant_result` does, after importing the compiler, which takes a second.
+for _function in (unavailable, failure):
+    vars(_function)["_dynamo_marked_constant"] = True
