@@ -1,18 +1,21 @@
 """The shape of the package: imports point one way, public names are documented, the README's code runs."""
 
-import ast
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import fastweights as fw
+from tests.import_graph import cycles, imports, module_name
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "fastweights"
+SUFFIXES = {".py", ".cpp", ".h"}
+MOST_FILES, MOST_LINES = 14, 400
 # Each may import from itself and from those before it.
 ORDER = [
     "common",
@@ -31,24 +34,85 @@ ORDER = [
 ]
 
 
-def imported(path):
-    """Parts of the package that a module imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        for name in names:
-            if name.startswith("fastweights."):
-                yield name.split(".")[1]
+PATHS = {module_name(path, SOURCE): path for path in sorted(SOURCE.rglob("*.py"))}
+HOMES = {name: getattr(fw, name).__module__ for name in fw.__all__ if name != "__version__"}
+GRAPH = {
+    name: sorted(imports(path.read_text(), name, path.name == "__init__.py", PATHS, HOMES))
+    for name, path in PATHS.items()
+    if name != "fastweights"
+}
+# Being removed; nothing may be added.
+KNOWN_CYCLES = [
+    {"fastweights.layers.adaptive_check", "fastweights.layers.adaptive_fused"},
+    {f"fastweights.training.tasks.retrieval{part}" for part in ("", "_cuda", "_workers")},
+    {"fastweights.data.pairs.batches", "fastweights.data.pairs.corpus"},
+    {"fastweights.data.pairs.build", "fastweights.data.pairs.numbers", "fastweights.data.registry"},
+    {"fastweights.report.build", "fastweights.report.html"},
+]
+KNOWN_FULL_FOLDERS = {"commands": 16, "layers": 19}
+KNOWN_LONG_FILES = {"ops/cpu/csrc/memory.cpp": 401}
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_point_downwards(path):
-    part = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-    if part == "__init__":
-        return
-    assert part in ORDER
-    above = [name for name in imported(path) if ORDER.index(name) > ORDER.index(part)]
+@pytest.mark.parametrize("module", GRAPH)
+def test_imports_point_downwards(module):
+    part = module.split(".")[1]
+    above = [name for name in GRAPH[module] if ORDER.index(name.split(".")[1]) > ORDER.index(part)]
     assert not above, f"{part} must not import from {above}"
+
+
+def test_there_are_no_import_cycles():
+    found = [group for group in cycles(GRAPH) if not any(set(group) <= known for known in KNOWN_CYCLES)]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import fastweights.ops.rules",
+        "import fastweights.ops.rules as rules",
+        "from fastweights.ops import rules",
+        "from fastweights.ops.rules import list_rules",
+        "from fastweights import update_rule",
+        "import fastweights as fw\nfw.update_rule('delta')",
+        "import fastweights\nfastweights.ops.rules.list_rules()",
+        "from ..ops import rules",
+        "from ..ops.rules import list_rules",
+        "from . import softmax",
+        "def f():\n    from fastweights.ops.rules import list_rules",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fastweights.ops.rules",
+        "TABLE = {'rules': 'fastweights.ops.rules:list_rules'}",
+    ],
+)
+def test_every_kind_of_import_is_seen(code):
+    found = imports(code, "fastweights.layers.relative", False, PATHS, HOMES)
+    if code == "from . import softmax":
+        assert found == {"fastweights.layers.softmax"}
+    else:
+        assert found == {"fastweights.ops.rules", "fastweights.ops"}
+
+
+def test_other_strings_and_the_version_are_no_imports():
+    code = "import fastweights\nprint(fastweights.__version__, 'see fastweights.ops.rules', 'fastweights.cli:main()')"
+    assert imports(code, "fastweights.common.files", False, PATHS, HOMES) == set()
+
+
+def test_cycles_are_found_whatever_their_length():
+    graph = {"a": ["b"], "b": ["c", "d"], "c": ["a"], "d": ["e"], "e": ["f", "d"], "f": []}
+    assert sorted(cycles(graph)) == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_no_folder_has_more_than_14_files():
+    files = Counter(str(path.parent.relative_to(SOURCE)) for path in SOURCE.rglob("*") if path.suffix in SUFFIXES)
+    assert not {folder: n for folder, n in files.items() if n > KNOWN_FULL_FOLDERS.get(folder, MOST_FILES)}
+
+
+def test_no_file_has_more_than_400_lines():
+    lines = {
+        str(path.relative_to(SOURCE)): path.read_text().count("\n")
+        for path in SOURCE.rglob("*")
+        if path.suffix in SUFFIXES
+    }
+    assert not {path: n for path, n in lines.items() if n > KNOWN_LONG_FILES.get(path, MOST_LINES)}
 
 
 @pytest.mark.parametrize("name", fw.__all__)
