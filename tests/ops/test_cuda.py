@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from fastweights.benchmarks import kernel_checks, kernel_forms
+from fastweights.ops import self_check
 from fastweights.ops.features import Features
-from fastweights.ops.gpu.memory import self_check
+from fastweights.ops.gpu.memory.self_check import SOURCE
 from tests.ops.calls import FAMILY, NORMALIZATIONS, gradients, random_call, relative_error
 
 pytestmark = [
@@ -166,7 +167,7 @@ def test_bounds_that_are_a_slice_of_something(kind):
 def test_the_first_check_in_inference_mode(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(self_check, "_reasons", {})
-    self_check._recorded.cache_clear()
+    self_check._verdicts.cache_clear()
     try:
         # A shape that no other test has, so that nobody knows a short way to it.
         call = on_gpu(random_call("delta", None, 2, 41, 3, 24, 12)).to(torch.bfloat16)
@@ -174,11 +175,11 @@ def test_the_first_check_in_inference_mode(monkeypatch, tmp_path):
         with torch.inference_mode():
             found = call.run("triton")
         assert relative_error(found, exact) < LIMITS[torch.bfloat16]
-        (verdict,) = self_check._recorded(call.q.device).values()
+        (verdict,) = self_check._verdicts(call.q.device, SOURCE).values()
         assert verdict.failure is None
-        assert self_check.path(call.q.device).exists()
+        assert self_check.path(call.q.device, SOURCE).exists()
     finally:
-        self_check._recorded.cache_clear()
+        self_check._verdicts.cache_clear()
 
 
 @pytest.mark.slow

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastweights.ops import chunked, family
+from fastweights.ops import chunked, family, self_check
 from fastweights.ops.backends import BACKENDS, select
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.gpu import memory as triton
-from fastweights.ops.gpu.memory import self_check
+from fastweights.ops.gpu.memory import self_check as memory_check
 from fastweights.ops.gpu.memory import variants as configs
 from fastweights.ops.gpu.memory.kinds import Kind
 from fastweights.ops.gpu.memory.variants import (
@@ -67,23 +67,23 @@ def checked(monkeypatch, tmp_path):
     # Rows that fail are forgotten, here not for good.
     monkeypatch.setattr(configs, "TOKEN_ROWS", {dtype: dict(rows) for dtype, rows in TOKEN_ROWS.items()})
     counted = []
-    compare = self_check._compare
+    compare = memory_check._compare
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(self_check, "_wanted", lambda device: True)
     monkeypatch.setattr(self_check, "_capturing", lambda: False)
-    monkeypatch.setattr(self_check, "machine", lambda device: {"gpu": "a GPU", "torch": "torch 9.9"})
-    monkeypatch.setattr(self_check, "_kernels", lambda: (forward, backward))
-    monkeypatch.setattr(self_check, "_compare", lambda *x: counted.append(x) or compare(*x))
+    monkeypatch.setattr(self_check, "machine", lambda *_: {"gpu": "a GPU", "torch": "torch 9.9"})
+    monkeypatch.setattr(memory_check, "_kernels", lambda: (forward, backward))
+    monkeypatch.setattr(memory_check, "_compare", lambda *x: counted.append(x) or compare(*x))
     forget(monkeypatch)
     yield counted
-    self_check._recorded.cache_clear()
+    self_check._verdicts.cache_clear()
 
 
 def forget(monkeypatch):
     """What a new process knows."""
     monkeypatch.setattr(self_check, "_reasons", {})
     monkeypatch.setattr(triton, "_decided", {})
-    self_check._recorded.cache_clear()
+    self_check._verdicts.cache_clear()
 
 
 def a_kind(dtype=torch.float32, decay=False, packed=False):
@@ -94,8 +94,8 @@ def a_kind(dtype=torch.float32, decay=False, packed=False):
 @pytest.mark.parametrize(("decay", "packed"), [(False, False), (True, True)])
 def test_right_kernels_pass(checked, dtype, decay, packed):
     kind = a_kind(dtype, decay, packed)
-    assert self_check.refusal(kind, 2, CPU) is None
-    verdict = self_check._recorded(CPU)[kind.key]
+    assert memory_check.refusal(kind, 2, CPU) is None
+    verdict = self_check._verdicts(CPU, memory_check.SOURCE)[kind.key]
     names = ["y", "W", "dq", "dk", "dv", *(["ddecay"] if decay else []), "derase", "dW"]
     assert list(verdict.errors) == names
 
@@ -103,33 +103,33 @@ def test_right_kernels_pass(checked, dtype, decay, packed):
 def test_it_checks_once_and_remembers_on_disk(checked, monkeypatch):
     kind = a_kind()
     for _ in range(2):
-        self_check.refusal(kind, 2, CPU)
+        memory_check.refusal(kind, 2, CPU)
     assert len(checked) == 1
     forget(monkeypatch)
-    assert self_check.refusal(kind, 2, CPU) is None
+    assert memory_check.refusal(kind, 2, CPU) is None
     assert len(checked) == 1
-    assert json.loads(self_check.path(CPU).read_text())["machine"]["gpu"] == "a GPU"
+    assert json.loads(self_check.path(CPU, memory_check.SOURCE).read_text())["machine"]["gpu"] == "a GPU"
 
 
 def test_another_machine_checks_again(checked, monkeypatch):
-    self_check.refusal(a_kind(), 2, CPU)
+    memory_check.refusal(a_kind(), 2, CPU)
     forget(monkeypatch)
-    monkeypatch.setattr(self_check, "machine", lambda device: {"gpu": "a GPU", "torch": "torch 9.10"})
-    self_check.refusal(a_kind(), 2, CPU)
+    monkeypatch.setattr(self_check, "machine", lambda *_: {"gpu": "a GPU", "torch": "torch 9.10"})
+    memory_check.refusal(a_kind(), 2, CPU)
     assert len(checked) == 2
 
 
 def test_wrong_kernels_are_reported_and_refused_for_good(checked, monkeypatch):
-    monkeypatch.setattr(self_check, "_kernels", lambda: (forward, wrong_backward))
+    monkeypatch.setattr(memory_check, "_kernels", lambda: (forward, wrong_backward))
     with pytest.warns(UserWarning, match=r"wrong on this machine: off dk by .*a GPU, torch 9.9.*'chunked' instead"):
-        reason = self_check.refusal(a_kind(), 2, CPU)
+        reason = memory_check.refusal(a_kind(), 2, CPU)
     assert "off dk by" in reason
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert self_check.refusal(a_kind(), 2, CPU) == reason
+        assert memory_check.refusal(a_kind(), 2, CPU) == reason
     forget(monkeypatch)
     with pytest.warns(UserWarning, match="wrong on this machine"):
-        assert self_check.refusal(a_kind(), 2, CPU) == reason
+        assert memory_check.refusal(a_kind(), 2, CPU) == reason
     assert len(checked) == 1
 
 
@@ -142,7 +142,7 @@ def test_where_walks_token_by_token_are_wrong_those_by_chunks_stand_in(checked, 
         asked.append(kind.config.lanes)
         return "wrong" if kind.config.lanes else None
 
-    monkeypatch.setattr(self_check, "refusal", refusal)
+    monkeypatch.setattr(memory_check, "refusal", refusal)
     call = random_call("delta", None, T=3, M=3).to(torch.float32)
     problem = Problem(RULES["delta"], call.q, call.k, call.v, call.gates, *(x.float() for x in call.state))
     assert triton._unproven(problem) is None
@@ -151,12 +151,12 @@ def test_where_walks_token_by_token_are_wrong_those_by_chunks_stand_in(checked, 
 
 
 def test_the_warning_says_what_stands_in(checked, monkeypatch):
-    monkeypatch.setattr(self_check, "_kernels", lambda: (forward, wrong_backward))
+    monkeypatch.setattr(memory_check, "_kernels", lambda: (forward, wrong_backward))
     kind = a_kind()._replace(config=configuration(8, 12, torch.float32, 999, 256))
     with pytest.warns(
         UserWarning, match=r"token by token are wrong on this machine.*'auto' takes kernels that walk by chunks"
     ):
-        self_check.refusal(kind, 2, CPU)
+        memory_check.refusal(kind, 2, CPU)
 
 
 def test_nan_is_wrong(checked, monkeypatch):
@@ -164,36 +164,36 @@ def test_nan_is_wrong(checked, monkeypatch):
         y, *rest = forward(*arguments)
         return y * float("nan"), *rest
 
-    monkeypatch.setattr(self_check, "_kernels", lambda: (poisoned, backward))
+    monkeypatch.setattr(memory_check, "_kernels", lambda: (poisoned, backward))
     with pytest.warns(UserWarning, match="off y by inf"):
-        self_check.refusal(a_kind(), 2, CPU)
+        memory_check.refusal(a_kind(), 2, CPU)
 
 
 def test_kernels_that_do_not_compile_are_refused(checked, monkeypatch):
     def broken(*arguments):
         raise ValueError("out of resource: shared memory")
 
-    monkeypatch.setattr(self_check, "_kernels", lambda: (broken, backward))
+    monkeypatch.setattr(memory_check, "_kernels", lambda: (broken, backward))
     with pytest.warns(UserWarning, match="failed their self-check: ValueError: out of resource"):
-        assert self_check.refusal(a_kind(), 2, CPU)
+        assert memory_check.refusal(a_kind(), 2, CPU)
 
 
 def test_a_crash_of_the_gpu_is_remembered(checked, monkeypatch):
     def crashing(*arguments):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(self_check, "_kernels", lambda: (crashing, backward))
+    monkeypatch.setattr(memory_check, "_kernels", lambda: (crashing, backward))
     with pytest.raises(RuntimeError, match="start again"):
-        self_check.refusal(a_kind(), 2, CPU)
+        memory_check.refusal(a_kind(), 2, CPU)
     forget(monkeypatch)
     with pytest.warns(UserWarning, match="illegal memory access"):
-        assert self_check.refusal(a_kind(), 2, CPU)
+        assert memory_check.refusal(a_kind(), 2, CPU)
 
 
 def test_no_check_while_a_graph_is_captured(checked, monkeypatch):
     monkeypatch.setattr(self_check, "_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"run the call once before, or set FASTWEIGHTS_SELF_CHECK=0"):
-        self_check.refusal(a_kind(), 2, CPU)
+        memory_check.refusal(a_kind(), 2, CPU)
     assert not checked
 
 
@@ -202,20 +202,20 @@ def test_it_can_be_turned_off(monkeypatch):
     assert self_check._wanted(cuda)
     monkeypatch.setenv("FASTWEIGHTS_SELF_CHECK", "0")
     assert not self_check._wanted(cuda)
-    assert self_check.refusal(a_kind(), 2, cuda) is None
+    assert memory_check.refusal(a_kind(), 2, cuda) is None
 
 
 def test_a_broken_or_forbidden_disk_is_no_obstacle(checked, monkeypatch):
-    self_check.path(CPU).parent.mkdir(parents=True)
-    self_check.path(CPU).write_text("{")
-    assert self_check.refusal(a_kind(), 2, CPU) is None
+    self_check.path(CPU, memory_check.SOURCE).parent.mkdir(parents=True)
+    self_check.path(CPU, memory_check.SOURCE).write_text("{")
+    assert memory_check.refusal(a_kind(), 2, CPU) is None
 
     def full(*arguments):
         raise OSError("disk full")
 
     forget(monkeypatch)
     monkeypatch.setattr(self_check, "write_atomically", full)
-    assert self_check.refusal(a_kind(torch.bfloat16), 2, CPU) is None
+    assert memory_check.refusal(a_kind(torch.bfloat16), 2, CPU) is None
 
 
 def a_problem(normalization=None):
@@ -228,8 +228,8 @@ def test_auto_goes_past_wrong_kernels(checked, monkeypatch):
     monkeypatch.setitem(BACKENDS, "triton", usable)
     assert select(a_problem()).name == "triton"
     forget(monkeypatch)
-    self_check.path(CPU).unlink()
-    monkeypatch.setattr(self_check, "_kernels", lambda: (forward, wrong_backward))
+    self_check.path(CPU, memory_check.SOURCE).unlink()
+    monkeypatch.setattr(memory_check, "_kernels", lambda: (forward, wrong_backward))
     with pytest.warns(UserWarning, match="wrong on this machine"):
         assert select(a_problem()).name != "triton"
     with pytest.raises(
@@ -302,7 +302,7 @@ def test_what_goes_token_by_token():
 
 
 def test_neither_does_what_is_mapped_on_chip():
-    for kind in self_check.shipped():
+    for kind in memory_check.shipped():
         if isinstance(kind, Kind) and kind.features != PLAIN:
             config = kind.config
             assert config.features >= kind.features.size(kind.D)
@@ -319,7 +319,7 @@ def test_few_walks_go_in_groups():
     assert configuration(128, 128, torch.bfloat16, FEW // 2, LONG).groups >= 8
     assert configuration(128, 128, torch.bfloat16, FEW // 2 + 1, LONG).groups == 0
     assert configuration(256, 64, torch.bfloat16, 1, LONG).groups == 0
-    kinds = list(self_check.shipped())
+    kinds = list(memory_check.shipped())
     assert len(set(kinds)) == len(kinds)
     plain = [kind for kind in kinds if isinstance(kind, Kind) and kind.features == PLAIN]
     assert {kind.config._replace(groups=0, prepared=0) for kind in plain} == {
@@ -347,7 +347,7 @@ def test_the_exact_gradients_are_those_of_autograd(features, tied):
         features.of(leaves[0]), features.of(leaves[1]), leaves[2], *gates, leaves[6], bounds, torch.float64
     )
     grads = torch.autograd.grad([y, W_end], [x for x in leaves if x is not None], [dy.double(), dW.double()])
-    for found, expected in zip(self_check._exact(kind, inputs, bounds, dy, dW), [y, W_end, *grads], strict=True):
+    for found, expected in zip(memory_check._exact(kind, inputs, bounds, dy, dW), [y, W_end, *grads], strict=True):
         torch.testing.assert_close(found, expected.detach())
 
 
@@ -358,7 +358,7 @@ import sys, torch
 from fastweights.ops.gpu.memory import self_check
 from tests.ops import test_self_check as ours
 self_check._kernels = lambda: (ours.forward, ours.backward)
-verdict = self_check.check(ours.a_kind(), 2, torch.device("cpu"))
+verdict = self_check.check_of(ours.a_kind(), 2).run(torch.device("cpu"))
 assert verdict.errors and not verdict.failure, verdict
 sys.exit("torch._dynamo" in sys.modules or "sympy" in sys.modules)
 """

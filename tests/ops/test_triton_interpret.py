@@ -403,9 +403,10 @@ def test_bounds_that_are_no_block_of_memory():
 @inside
 def test_checked_for_the_first_time_in_inference_mode():
     kind = Kind(torch.float32, 8, 8, False, True, False, True, True, configuration(8, 8, torch.float32, 99, 99))
+    check = self_check.check_of(kind, 1)
     with torch.inference_mode():
-        verdict = self_check.check(kind, 1, torch.device("cpu"))
-    assert verdict.errors and verdict.reason(kind) is None, verdict
+        verdict = check.run(torch.device("cpu"))
+    assert verdict.errors and check.reason(verdict) is None, verdict
 
 
 def test_groups_only_where_a_sequence_is_cut_into_them():

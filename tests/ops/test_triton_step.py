@@ -138,8 +138,9 @@ def test_as_a_custom_op(z):
 @pytest.mark.parametrize("decay", [False, True])
 def test_passes_its_own_check(decay, normalized):
     kind = StepKind(torch.float32, 8, 12, decay, True, False, True, normalized, DELTA)
-    verdict = self_check.check(kind, 2, torch.device("cpu"))
-    assert verdict.reason(kind) is None
+    check = self_check.check_of(kind, 2)
+    verdict = check.run(torch.device("cpu"))
+    assert check.reason(verdict) is None
     assert list(verdict.errors)[-1].endswith("in place")
 
 
@@ -153,7 +154,8 @@ def test_a_wrong_step_fails_its_check(monkeypatch):
 
     monkeypatch.setattr(self_check, "_step_kernel", lambda: wrong)
     kind = StepKind(torch.float32, 8, 12, False, True, False, True, False)
-    assert "off y by" in self_check.check(kind, 2, torch.device("cpu")).reason(kind)
+    check = self_check.check_of(kind, 2)
+    assert "off y by" in check.reason(check.run(torch.device("cpu")))
 
 
 @inside

@@ -20,7 +20,7 @@ import torch
 
 from fastweights.benchmarks.gpu_timing import short
 from fastweights.benchmarks.kernel_rivals import DTYPES, Shape, inputs, memory
-from fastweights.ops.gpu.memory.self_check import ENVIRONMENT
+from fastweights.ops.self_check import ENVIRONMENT
 
 LIMIT_S = 60.0
 # Of the process that makes the bytecode, which imports everything without it.

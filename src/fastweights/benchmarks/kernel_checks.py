@@ -15,11 +15,12 @@ from torch import Tensor
 import fastweights as fw
 from fastweights.benchmarks.gpu_timing import short
 from fastweights.ops import family
-from fastweights.ops.gpu.memory import self_check
 from fastweights.ops.gpu.memory.kinds import AnyKind, Kind
+from fastweights.ops.gpu.memory.self_check import check_of, shipped
 from fastweights.ops.gpu.memory.variants import plain_rows
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
+from fastweights.ops.self_check import LIMITS
 
 HEADS = 2
 
@@ -29,15 +30,15 @@ def every_kind() -> Iterator[AnyKind]:
     x = torch.zeros(1, 2, 1, 1)
     seen = set()
     for dtype, D, M, config in plain_rows():
-        for rule in RULES.values() if dtype in self_check.LIMITS else ():
+        for rule in RULES.values() if dtype in LIMITS else ():
             if rule.coefficients is not None:
                 gates = dict.fromkeys(rule.gates, x[..., 0])
                 (part,) = family.parts(Problem(rule, x, x, x, gates, x))
                 if not (part.decay and config.lanes):
                     seen.add(Kind(dtype, D, M, *part[2:], False, config))
-    shipped = list(self_check.shipped())
-    yield from shipped
-    yield from (kind for kind in sorted(seen, key=str) if kind not in shipped)
+    kinds = list(shipped())
+    yield from kinds
+    yield from (kind for kind in sorted(seen, key=str) if kind not in kinds)
 
 
 def check_kinds(
@@ -75,11 +76,12 @@ def _check(job: tuple[AnyKind, int]) -> dict[str, Any] | None:
     if _crashed:
         return None
     try:
-        verdict = self_check.check(kind, heads, torch.device("cuda", 0))
+        check = check_of(kind, heads)
+        verdict = check.run(torch.device("cuda", 0))
     except Exception as error:
         _crashed = True
         return {"right": False, "failure": short(error)}
-    return {"right": verdict.reason(kind) is None, "errors": verdict.errors, "failure": verdict.failure}
+    return {"right": check.reason(verdict) is None, "errors": verdict.errors, "failure": verdict.failure}
 
 
 def layer_in_a_graph(**options: Any) -> dict[str, Any]:

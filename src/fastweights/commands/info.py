@@ -16,20 +16,22 @@ from fastweights.ops.rules import RULES
 
 def check() -> bool:
     """Compare every shipped kernel configuration with float64 on this GPU, print how far off it is; are all right?"""
-    from fastweights.ops.gpu.memory import self_check
+    from fastweights.ops import self_check
+    from fastweights.ops.gpu.memory.self_check import SOURCE, check_of, shipped
 
     console = Console()
     if reason := BACKENDS["triton"].unavailable():
         console.print(f"no kernels to check: {reason}")
         return True
     device = torch.device("cuda", torch.cuda.current_device())
-    console.print(", ".join(self_check.machine(device).values()))
+    console.print(", ".join(self_check.machine(device, SOURCE).values()))
     table = Table("kernels", "worst", "off by", "limit", "seconds", "", title="Self-check against float64")
     bad = 0
-    for kind in self_check.shipped():
+    for kind in shipped():
         start = time.perf_counter()
-        verdict = self_check.check_again(kind, 2, device)
-        reason = verdict.reason(kind)
+        kernels = check_of(kind, 2)
+        verdict = kernels.run_again(device)
+        reason = kernels.reason(verdict)
         bad += reason is not None
         worst = max(verdict.errors, key=lambda name: verdict.errors[name], default="-")
         off = f"{verdict.errors[worst]:.1e}" if verdict.errors else verdict.failure
@@ -37,7 +39,7 @@ def check() -> bool:
         table.add_row(str(kind), worst, off, f"{self_check.LIMITS[kind.dtype]:.0e}", seconds, "WRONG" if reason else "")
     console.print(table)
     console.print(f"{bad} wrong, and never used here" if bad else "all right")
-    console.print(f"kept in {self_check.path(device)}")
+    console.print(f"kept in {self_check.path(device, SOURCE)}")
     return not bad
 
 

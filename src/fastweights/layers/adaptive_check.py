@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastweights.layers.adaptive_dense import TILE_BYTES, adaptive_nll
 from fastweights.layers.adaptive_fused import TABLE, Config, configuration, fused_nll
-from fastweights.ops.gpu.memory import interpreted, unavailable
+from fastweights.ops.gpu.device import interpreted, unavailable
 
 # Relative to the norm; a miscompilation is off by far more.
 LIMITS = {torch.bfloat16: 2e-2, torch.float32: 2e-5}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.ops.gpu.memory import interpreted, unavailable
+from fastweights.ops.gpu.device import interpreted, unavailable
 
 LARGEST_D = 256
 LIMIT = 2e-2

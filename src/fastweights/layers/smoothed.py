@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastweights.ops.gpu.memory import interpreted, unavailable
+from fastweights.ops.gpu.device import interpreted, unavailable
 
 # Logits of a row that a program has at a time, and its warps.
 BLOCK, WARPS = 4096, 8

@@ -13,6 +13,7 @@ from fastweights.ops.backends import chunked, reference
 from fastweights.ops.cpu import backend as cpu
 from fastweights.ops.features import PLAIN
 from fastweights.ops.gpu import memory as triton
+from fastweights.ops.gpu.device import interpreted, unavailable
 from fastweights.ops.problem import Problem
 
 BACKENDS: dict[str, Backend] = {module.BACKEND.name: module.BACKEND for module in (triton, cpu, chunked, reference)}
@@ -42,14 +43,14 @@ def again(problem: Problem, name: str = "auto") -> Again | None:
 
 def worth_it(x: Tensor) -> bool:
     """Whether a backend on the device of x has an `again`."""
-    return x.is_cuda or triton.interpreted()
+    return x.is_cuda or interpreted()
 
 
 def may_fuse(device: torch.device, name: str = "auto") -> bool:
     """Whether kernels that take raw keys come into question at all, for tensors on `device`."""
     name = os.environ.get(ENVIRONMENT, "auto") if name == "auto" else name
-    here = "cpu" if triton.interpreted() else "cuda"
-    return name in ("auto", "triton") and device.type == here and triton.unavailable() is None
+    here = "cpu" if interpreted() else "cuda"
+    return name in ("auto", "triton") and device.type == here and unavailable() is None
 
 
 def why_unfused(problem: Problem, name: str = "auto") -> str | None:
@@ -57,7 +58,7 @@ def why_unfused(problem: Problem, name: str = "auto") -> str | None:
     name = os.environ.get(ENVIRONMENT, "auto") if name == "auto" else name
     if name not in ("auto", "triton"):
         return f"backend {name!r} takes mapped keys"
-    return triton.unavailable() or triton.why_unfused(problem) or explain(triton.BACKEND, problem)
+    return unavailable() or triton.why_unfused(problem) or explain(triton.BACKEND, problem)
 
 
 def select(problem: Problem, name: str = "auto") -> Backend:

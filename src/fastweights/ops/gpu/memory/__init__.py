@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from fastweights.ops import family
 from fastweights.ops.backend import Backend
+from fastweights.ops.gpu.device import interpreted, unavailable
 from fastweights.ops.gpu.memory import self_check
 from fastweights.ops.gpu.memory.autograd import again, recurrence, step, takes_step
 from fastweights.ops.gpu.memory.kinds import AnyKind, Kind, StepKind
@@ -27,43 +26,6 @@ from fastweights.ops.gpu.memory.variants import (
     may_go_by_token,
 )
 from fastweights.ops.problem import Problem
-
-CAPABILITY = (8, 0)
-
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter is to run the kernels, on tensors of the CPU."""
-    return _interpreted()
-
-
-@cache
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def unavailable() -> str | None:
-    """Why no kernel can run on this machine."""
-    return _unavailable()
-
-
-@cache
-def _unavailable() -> str | None:
-    if find_spec("triton") is None:
-        return "Triton is not installed (pip install triton)"
-    if interpreted():
-        return None
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    most = max(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
-    if most < CAPABILITY:
-        return f"the GPU has compute capability {most[0]}.{most[1]}, the kernels need {CAPABILITY[0]}.{CAPABILITY[1]}"
-    return None
-
-
-# Both ask the machine, not the problem, so `torch.compile` may take their answers for constants. This is all that
-# `torch.compiler.assume_constant_result` does, after importing the compiler, which takes a second.
-for _function in (interpreted, unavailable):
-    vars(_function)["_dynamo_marked_constant"] = True
 
 
 def why_unfused(problem: Problem) -> str | None:

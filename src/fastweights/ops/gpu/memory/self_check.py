@@ -1,28 +1,16 @@
-"""Are the kernels right on this GPU, with this compiler? Compared with float64 before they are first used.
-
-Compilers of this kind have been seen to miscompile a kernel for one GPU and one configuration without a word. So each
-kind of kernel runs a small problem once, and its outputs and gradients are compared with `ops.chunked` in float64. The
-verdict is kept on disk, by GPU, driver, torch, Triton and the source of the kernels. A kind that failed is never used.
-"""
+"""Checks of the memory's kernels: a small problem of each kind, compared with `ops.chunked` in float64."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastweights.common.files import write_atomically
 from fastweights.ops import chunked
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory.kinds import AnyKind, Kind, StepKind
@@ -35,114 +23,32 @@ from fastweights.ops.gpu.memory.variants import (
     configuration,
     plain_rows,
 )
+from fastweights.ops.self_check import LIMITS, Check, on_stream, relative_errors
 
-ENVIRONMENT = "FASTWEIGHTS_SELF_CHECK"
-
-# Twice what the tests allow: a miscompilation is off by far more, and a verdict must not hang on the last digit.
-LIMITS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-
-
-class Verdict(NamedTuple):
-    """How far off each result was, relative to its norm; or the error that stopped the run."""
-
-    errors: dict[str, float]
-    failure: str | None = None
-
-    def reason(self, kind: AnyKind) -> str | None:
-        """Why the kind must not be used."""
-        if self.failure is not None:
-            return f"the kernels for {kind} failed their self-check: {self.failure}"
-        limit = LIMITS[kind.dtype]
-        if wrong := {name: error for name, error in self.errors.items() if not error <= limit}:
-            off = ", ".join(f"{name} by {error:.0e}" for name, error in wrong.items())
-            return f"the kernels for {kind} are wrong on this machine: off {off} (limit {limit:.0e})"
-        return None
-
-
-_lock = threading.RLock()
-_reasons: dict[tuple[torch.device, AnyKind], str | None] = {}
+SOURCE = Path(__file__).parent
 
 
 def refusal(kind: AnyKind, heads: int, device: torch.device) -> str | None:
-    """Why the kernels of this kind must not be used on `device`; checks them where nobody did before."""
-    try:
-        return _reasons[device, kind]
-    except KeyError:
-        pass
-    if not _wanted(device):
-        return None
-    with _lock:
-        known = _recorded(device)
-        if kind.key not in known:
-            if _capturing():
-                raise RuntimeError(
-                    f"the kernels for {kind} have not been checked on this GPU, and a CUDA graph is being captured: "
-                    f"run the call once before, or set {ENVIRONMENT}=0"
-                )
-            known[kind.key] = check(kind, heads, device)
-            _write(device)
-        reason = known[kind.key].reason(kind)
-        _reasons[device, kind] = reason
-    if reason is not None:
-        by_token = isinstance(kind, Kind) and kind.config.lanes
-        instead = "kernels that walk by chunks" if by_token else "the backend 'chunked'"
-        warnings.warn(
-            f"{reason}. Machine: {', '.join(machine(device).values())}. "
-            f"They will not be used here; 'auto' takes {instead} instead. Please report this.",
-            stacklevel=2,
-        )
-    return reason
+    """Say why the kernels of this kind must not be used on `device`; checks them where nobody did before."""
+    return check_of(kind, heads).refusal(device)
 
 
-def check_again(kind: AnyKind, heads: int, device: torch.device) -> Verdict:
-    """A new verdict in place of an old one; but what crashed the GPU before is not tried again."""
-    known = _recorded(device)
-    crashed = kind.key in known and "CUDA error" in (known[kind.key].failure or "")
-    if not crashed:
-        known[kind.key] = check(kind, heads, device)
-        _write(device)
-    return known[kind.key]
+@cache
+def check_of(kind: AnyKind, heads: int) -> Check:
+    """Return the check of one kind of kernel, with as many heads as the call that asks first."""
+    by_token = isinstance(kind, Kind) and kind.config.lanes
+    instead = "kernels that walk by chunks" if by_token else "the backend 'chunked'"
 
+    def compare(device: torch.device) -> dict[str, float]:
+        return _compare_step(kind, heads, device) if isinstance(kind, StepKind) else _compare(kind, heads, device)
 
-def _wanted(device: torch.device) -> bool:
-    return device.type == "cuda" and os.environ.get(ENVIRONMENT) != "0"
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
-
-
-def check(kind: AnyKind, heads: int, device: torch.device) -> Verdict:
-    """Run the kernels on a small problem and compare."""
-    try:
-        # Tensors made in inference mode cannot be used for gradients, and the reference runs in a thread outside of it.
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            compare = _compare_step if isinstance(kind, StepKind) else _compare
-            return Verdict(compare(kind, heads, device))  # type: ignore[arg-type]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        verdict = Verdict({}, f"{type(error).__name__}: {str(error)[:300]}")
-        if "CUDA error" in str(error):
-            # Nothing runs in this process any more; the next one shall know why.
-            _recorded(device)[kind.key] = verdict
-            _write(device)
-            raise RuntimeError(f"{verdict.reason(kind)}; start again, it will not be used then") from error
-        return verdict
+    return Check(kind.key, f"the kernels for {kind}", f"'auto' takes {instead} instead", SOURCE, kind.dtype, compare)
 
 
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from fastweights.ops.gpu.memory import grouped as walks
 
     return walks.forward, walks.backward
-
-
-def _beside(stream: Any, run: Callable[..., Any], *arguments: Any) -> Any:
-    """In another thread, on the stream of the one that asks: what it was given was made there."""
-    if stream is None:
-        return run(*arguments)
-    with torch.cuda.stream(stream):
-        return run(*arguments)
 
 
 def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
@@ -179,7 +85,7 @@ def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     # What loading float64 products takes the first time, loading Triton and compiling take too: both at once.
     with ThreadPoolExecutor(1) as pool:
-        exact = pool.submit(_beside, stream, _exact, kind, (q, k, v, a, e, w, W), bounds, dy, dW)
+        exact = pool.submit(on_stream, stream, _exact, kind, (q, k, v, a, e, w, W), bounds, dy, dW)
         forward, backward = _kernels()
         y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, kind.dtype, wide, kind.tied, True, *last)
         grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, wide, kind.tied, True, *last)
@@ -187,8 +93,7 @@ def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
     ours = [y, W_end, *grads[:3], *(gate for gate in grads[3] if gate is not None), grads[4]]
     gates = [name for name, gate in (("decay", a), ("erase", e), ("write", w)) if gate is not None]
     names = ["y", "W", "dq", "dk", "dv", *(f"d{name}" for name in gates), "dW"]
-    found = torch.stack([(a.double() - b).norm() / b.norm() for a, b in zip(ours, want, strict=True)])
-    return dict(zip(names, found.nan_to_num(float("inf")).tolist(), strict=True))
+    return relative_errors(names, ours, want)
 
 
 def _step_kernel() -> Callable[..., Any]:
@@ -226,8 +131,7 @@ def _compare_step(kind: StepKind, heads: int, device: torch.device) -> dict[str,
     want = _exact_step(kind, features.of(q.double()), features.of(k.double()), v.double(), gates, W.double(), z)
     names = ["y", "W", *(["z"] if kind.normalized else [])]
     names += [f"{name} in place" for name in names]
-    found = torch.stack([(a.double() - b).norm() / b.norm() for a, b in zip(ours, want * 2, strict=True)])
-    return dict(zip(names, found.nan_to_num(float("inf")).tolist(), strict=True))
+    return relative_errors(names, ours, want * 2)
 
 
 def _exact_step(
@@ -299,56 +203,3 @@ def shipped() -> Iterator[AnyKind]:
             yield StepKind(dtype, d, d, False, True, False, True, False, features)
         for D, M in ((64, 64), (512, 256)):
             yield StepKind(dtype, D, M, True, True, False, True, True)
-
-
-@cache
-def machine(device: torch.device) -> dict[str, str]:
-    """What a verdict holds for."""
-    try:
-        driver = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except OSError:
-        driver = f"built for CUDA {torch.version.cuda}"
-    source = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))))
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "unknown"
-    return {
-        "gpu": torch.cuda.get_device_name(device),
-        "driver": driver,
-        "torch": f"torch {torch.__version__}",
-        "triton": f"Triton {triton}",
-        "source": f"kernels {source.hexdigest()[:12]}",
-    }
-
-
-def path(device: torch.device) -> Path:
-    """Where the verdicts for `device` are kept."""
-    name = hashlib.sha256(json.dumps(machine(device)).encode()).hexdigest()[:24]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return home / "fastweights" / "self-check" / f"{name}.json"
-
-
-@cache
-def _recorded(device: torch.device) -> dict[str, Verdict]:
-    """The verdicts that are known, by key."""
-    return _read(path(device))
-
-
-def _read(path: Path) -> dict[str, Verdict]:
-    try:
-        content = json.loads(path.read_text())["verdicts"]
-        return {key: Verdict(dict(errors), failure) for key, (errors, failure) in content.items()}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def _write(device: torch.device) -> None:
-    """Keep the verdicts, beside those that other processes found meanwhile. Without a disk, this process knows them."""
-    known = _recorded(device)
-    known.update({key: verdict for key, verdict in _read(path(device)).items() if key not in known})
-    content = {"machine": machine(device), "verdicts": known}
-    try:
-        write_atomically(path(device), json.dumps(content, indent=1).encode())
-    except OSError:
-        return
