@@ -41,7 +41,7 @@ def test_one_python_gives_one_text(monkeypatch):
     monkeypatch.setattr(embedded, "MODULES", modules)
     here = repr(embedded.texts(lambda stage, fraction: None))
     code = (
-        f"import hashlib; from fastweights.data import embedded; embedded.MODULES = {modules}\n"
+        f"import hashlib; from fastweights.data.text import embedded; embedded.MODULES = {modules}\n"
         "text = repr(embedded.texts(lambda stage, fraction: None))\n"
         "print(hashlib.sha256(text.encode()).hexdigest())"
     )
@@ -63,7 +63,7 @@ def test_documents_are_held_out_whole(corpus, split):
 
 def test_nothing_is_imported():
     code = (
-        "import sys; from fastweights.data import embedded; embedded.MODULES = ['turtle', 'webbrowser', 'venv']\n"
+        "import sys; from fastweights.data.text import embedded; embedded.MODULES = ['turtle', 'webbrowser', 'venv']\n"
         "before = set(sys.modules); embedded.texts(lambda stage, fraction: None)\n"
         "print(*(name for name in set(sys.modules) - before if not name.startswith('_sysconfigdata')))"
     )

@@ -225,3 +225,31 @@ def test_damaged_corpora_are_not_loaded(folder, tmp_path):
         Corpus.load(folder)
     with pytest.raises(DataError, match="nowhere, which does not exist; `fastweights data KIND"):
         Corpus.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": 3},
+        {"options": None},
+        {"source": []},
+        {"source": {"files": [{"name": "a"}]}},
+        {"vocabulary": "words"},
+        {"splits": {"train": 3}},
+        {"format": "1"},
+        {"dtype": ["uint16"]},
+    ],
+)
+def test_a_manifest_of_wrong_types_is_refused_in_a_sentence(folder, change):
+    edit(folder, **change)
+    with pytest.raises(DataError, match=r"is not the manifest of a corpus .*--force"):
+        Corpus.load(folder)
+
+
+@pytest.mark.parametrize(("entry", "value"), [("bytes", "12"), ("tokens", "6"), ("file", 1), ("sha256", None)])
+def test_a_file_of_wrong_types_is_refused_in_a_sentence(folder, entry, value):
+    splits = json.loads((folder / "manifest.json").read_text())["splits"]
+    splits["valid"][entry] = value
+    edit(folder, splits=splits)
+    with pytest.raises(DataError, match=f"{entry} is {value!r} and not of type"):
+        Corpus.load(folder)

@@ -1,9 +1,14 @@
 """Checkpoints on disk: whole, proven, kept in the right number; damage and a full disk do no harm."""
 
 import errno
+import itertools
 import json
 import os
 import shutil
+import threading
+import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +18,15 @@ from fastweights.common.tree import map_tensors, pack, unpack
 from fastweights.ops.state import FastWeightState
 from fastweights.training.engine.task import Outcome
 from fastweights.training.runs import checkpoint as checkpoints
-from fastweights.training.runs.checkpoint import CheckpointError, CheckpointStore, Contents, load_weights, read
+from fastweights.training.runs.checkpoint import (
+    CheckpointError,
+    CheckpointStore,
+    Contents,
+    DamagedCheckpoint,
+    load_weights,
+    read,
+    read_chosen,
+)
 from fastweights.training.runs.log import read_log
 from fastweights.training.runs.snapshot import weights_of
 
@@ -70,7 +83,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best-00000002", "step-00000004", "step-00000005"]
     # Going on from an earlier step can find its best before the step of the old one.
     store.save(1, Contents({"w": torch.ones(1)}, None), {"loss": 0.5})
-    assert store.best()[0].step == 1 and store.best_scores() == {"loss": 0.5}
+    assert read_chosen(tmp_path, "best")[0].step == 1 and store.best_scores() == {"loss": 0.5}
 
 
 def test_saving_the_same_step_again_replaces_it(tmp_path):
@@ -118,11 +131,114 @@ def test_nothing_whole_is_an_error_and_not_a_new_start(tmp_path):
 
 
 def test_a_format_of_the_future(tmp_path):
-    folder = CheckpointStore(tmp_path).save(3, contents())
+    store = CheckpointStore(tmp_path / "checkpoints")
+    folder = store.save(3, contents())
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
     with pytest.raises(CheckpointError, match="has format 99, this version reads format 1"):
         read(folder)
+    # No damage: neither a reader nor a training sets it aside.
+    for use in (store.newest, partial(load_weights, nn.Linear(1, 1), tmp_path, "last")):
+        with pytest.raises(CheckpointError, match="has format 99") as refused:
+            use()
+        assert not isinstance(refused.value, DamagedCheckpoint)
+    assert folder.is_dir()
+
+
+def test_a_disk_that_cannot_be_read_is_no_damage(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    store.save(3, contents(1.0))
+    folder = store.save(6, contents(2.0))
+    read_bytes = Path.read_bytes
+
+    def fails(path):
+        if path == folder / "weights.safetensors":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        store.newest()
+    monkeypatch.undo()
+    assert store.newest()[0].step == 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "6"},
+        {"scores": []},
+        {"scores": {"loss": "low"}},
+        {"files": []},
+        {"files": {}},
+        {"files": {"weights.safetensors": 3}},
+        {"files": {"weights.safetensors": {"bytes": "many", "sha256": "0"}}},
+        {"files": {"weights.safetensors": {"bytes": 1, "sha256": None}}},
+        {"format": "one"},
+    ],
+)
+def test_a_manifest_of_wrong_types_is_damage(tmp_path, change):
+    store = CheckpointStore(tmp_path)
+    store.save(3, contents(1.0))
+    path = store.save(6, contents(2.0)) / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert store.newest()[0].step == 3
+    assert (tmp_path / "step-00000006.damaged").is_dir()
+
+
+def everything_in(folder):
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(("which", "name"), [("best", "best-00000012"), ("last", "step-00000012")])
+def test_who_only_reads_gets_the_same_answer_twice_and_changes_nothing(tmp_path, which, name):
+    run(tmp_path)
+    (best,) = (tmp_path / "checkpoints").glob("best-*")
+    best.replace(best.with_name("best-00000012"))
+    damage(tmp_path / "checkpoints" / name / "weights.safetensors", "flipped")
+    before, model = everything_in(tmp_path), TinyTask().build()
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpoint, match=r"checksum in its manifest; move it away to use"):
+            load_weights(model, tmp_path, which)
+    assert everything_in(tmp_path) == before
+
+
+def test_a_best_checkpoint_that_training_set_aside_is_not_replaced_by_the_last(tmp_path):
+    run(tmp_path)
+    (best,) = (tmp_path / "checkpoints").glob("best-*")
+    damage(best / "manifest.json", "[]")
+    assert run(tmp_path).best == {}
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"the best checkpoint of .* was damaged and is kept as best-"):
+            load_weights(TinyTask().build(), tmp_path)
+
+
+def test_weights_can_be_loaded_while_the_folder_is_trained(tmp_path):
+    """Checkpoints come, are replaced and go as fast as they can; every load gets a complete one."""
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    stop, steps = threading.Event(), set()
+
+    def train():
+        for step in itertools.count(1):
+            store.save(step, contents(float(step)))
+            store.save(1 + step % 2, Contents({"w": torch.full((2, 3), float(step))}, None))
+            if stop.is_set():
+                return
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    try:
+        while not list((tmp_path / "checkpoints").glob("best-*")):
+            time.sleep(0.01)
+        for number in range(60):
+            model = nn.Module()
+            model.w = nn.Parameter(torch.zeros(2, 3))
+            load_weights(model, tmp_path, ("best", "last")[number % 2])
+            steps.add(model.w.unique().item())
+    finally:
+        stop.set()
+        trainer.join()
+    assert len(steps) > 1
 
 
 def test_shared_and_overlapping_tensors(tmp_path):

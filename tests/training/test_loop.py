@@ -106,6 +106,29 @@ def test_another_configuration_is_refused_by_name(tmp_path):
     assert (tmp_path / "previous-1" / "checkpoints" / "step-00000003").is_dir()
 
 
+@pytest.mark.parametrize("settings", [{}, {"lr": 0.5}])
+def test_checkpoints_without_their_configuration_are_refused(tmp_path, settings):
+    run(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(RunError, match=r"holds checkpoints without their config\.json"):
+        run(tmp_path, **settings)
+    assert run(tmp_path, fresh=True, **settings).finished
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe", b"3", b"[1]", b"null", b'{"step": 1}', b'{"kind": "train", "step": "1"}', b"{", b"[" * 100_000],
+)
+def test_a_log_with_lines_that_are_no_records_does_not_stop_a_run(tmp_path, line):
+    run(tmp_path)
+    path, console = tmp_path / "log.jsonl", quiet()
+    curve, before = losses(tmp_path), line + b"\n" + path.read_bytes()
+    path.write_bytes(before)
+    assert run(tmp_path, console=console).finished
+    assert "log.jsonl has lines that are no records (1)" in console.file.getvalue()
+    assert losses(tmp_path) == curve and (tmp_path / "log.jsonl.damaged").read_bytes() == before
+
+
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     class Nested(TinyTask):
         def validate(self, model):

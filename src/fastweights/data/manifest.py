@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -47,25 +47,47 @@ def checksum(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest, None where there is none; DataError for one that this version cannot read."""
+    """Return the manifest, None where there is none; DataError for one that this version cannot read."""
     path = folder / _NAME
     if not path.is_file():
         return None
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        found, byteorder = manifest["format"], manifest["byteorder"]
-        _ = ITEM_BYTES[manifest["dtype"]]
-        for split in SPLITS if layout(manifest) == "stream" else SPLITS[:2]:
-            _ = manifest["splits"][split]["tokens" if layout(manifest) == "stream" else "pairs"]
-        for entry in files(manifest):
-            _ = entry["file"], entry["bytes"], entry["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is not the manifest of a corpus ({type(error).__name__}: {error})") from None
-    if found != FORMAT:
-        raise DataError(f"{path} has format {found!r}, this version reads {FORMAT}; prepare the corpus again")
-    if byteorder != sys.byteorder:
+        _check_types(manifest, {"format": int})
+        if manifest["format"] == FORMAT:
+            _check_types(manifest, _ENTRIES)
+            _ = ITEM_BYTES[manifest["dtype"]]
+            stream = layout(manifest) == "stream"
+            for split in SPLITS if stream else SPLITS[:2]:
+                _check_types(manifest["splits"][split], {"tokens" if stream else "pairs": int})
+            for entry in files(manifest):
+                _check_types(entry, {"file": str, "bytes": int, "sha256": str})
+                _check_types({"tokens": 0, **entry}, {"tokens": int})
+            for entry in manifest["source"]["files"]:
+                _check_types(entry, {"name": str, "bytes": int})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} is not the manifest of a corpus ({type(error).__name__}: {error}); prepare the corpus again, with "
+            "--force where this one stands"
+        ) from None
+    if manifest["format"] != FORMAT:
+        raise DataError(
+            f"{path} has format {manifest['format']!r}, this version reads {FORMAT}; prepare the corpus again"
+        )
+    if (byteorder := manifest["byteorder"]) != sys.byteorder:
         raise DataError(f"{folder} was written {byteorder}-endian and this machine is not; prepare it again here")
     return manifest
+
+
+_ENTRIES = {"kind": str, "name": str, "byteorder": str, "dtype": str}
+_ENTRIES |= {"options": dict, "source": dict, "vocabulary": dict, "splits": dict}
+
+
+def _check_types(values: Any, types: Mapping[str, type]) -> None:
+    """Raise where one of the entries is missing or of another type."""
+    for name, expected in types.items():
+        if type(values[name]) is not expected:
+            raise TypeError(f"{name} is {values[name]!r} and not of type {expected.__name__}")
 
 
 def layout(manifest: dict[str, Any]) -> str:

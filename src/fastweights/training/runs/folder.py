@@ -45,6 +45,11 @@ class RunFolder:
             self._move_away()
         if path.exists():
             self._compare(path, asked)
+        elif any((self.out / "checkpoints").glob("step-*")):
+            raise RunError(
+                f"{self.out} holds checkpoints without their {path.name}, so that nobody can tell whether they are of "
+                "this configuration; copy it back, choose another folder, or start anew (which moves them away)"
+            )
         write_atomically(path, (json.dumps({"format": FORMAT, **asked, "about": about}, indent=1) + "\n").encode())
 
     def close(self) -> None:

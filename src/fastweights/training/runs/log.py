@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -26,13 +26,22 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line. A run that goes on from `step` drops the measurements after it, to make them anew."""
+    """One JSON object a line. A run that resumes at `step` drops the measurements after it, to make them anew.
 
-    def __init__(self, path: Path, step: int) -> None:
+    Lines that are no records do not stop it: the log is kept aside as it was, and `warn` is told.
+    """
+
+    def __init__(self, path: Path, step: int, warn: Callable[[str], None] = lambda message: None) -> None:
         self.path = path
         if path.exists():
-            kept = "".join(json.dumps(r) + "\n" for r in read_log(path) if _stays(r, step))
-            write_atomically(path, kept.encode())
+            records, broken = _parse(path)
+            if broken:
+                aside = path.with_name(path.name + ".damaged")
+                path.replace(aside)
+                shown = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
+                warn(f"{path} has lines that are no records ({shown}); it is kept as {aside.name}, the rest is used")
+            kept = (json.dumps(r) + "\n" for r in records if r["kind"] == "event" or r["step"] <= step)
+            write_atomically(path, "".join(kept).encode())
         self._file = path.open("a")
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -44,18 +53,24 @@ class JsonLines:
 
 
 def read_log(path: Path | str) -> list[dict[str, Any]]:
-    """The records of a log; a last line that was cut short is left out."""
-    records = []
-    for line in Path(path).read_text().splitlines():
+    """Return the records of a log; lines that are none, such as a last one that was cut short, are left out."""
+    return _parse(Path(path))[0]
+
+
+def _parse(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the records, and the numbers of the complete lines that are none."""
+    records, broken = [], []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
-    return records
-
-
-def _stays(record: dict[str, Any], step: int) -> bool:
-    return record.get("kind") == "event" or record.get("step", 0) <= step
+            record = json.loads(line)
+            if not (isinstance(record["kind"], str) and type(record["step"]) is int):
+                raise TypeError("not a record")
+            records.append(record)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            # A kill can cut the last line short.
+            if line.endswith(b"\n"):
+                broken.append(number)
+    return records, broken
 
 
 def _plain(value: Any) -> Any:
@@ -165,7 +180,7 @@ class RunLog:
         self, out: Path, config: TrainingConfig, task: dict[str, Any], step: int, watch: Sink | None = None
     ) -> None:
         """Start writing, for a run that has made `step` updates; to `watch` too."""
-        self._sinks.append(JsonLines(out / "log.jsonl", step))
+        self._sinks.append(JsonLines(out / "log.jsonl", step, self.warn))
         self._sinks += [] if watch is None else [watch]
         if config.tensorboard and _tensorboard_is_installed():
             self._sinks.append(TensorBoard(out / "tensorboard", step))
