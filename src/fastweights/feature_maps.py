@@ -55,8 +55,8 @@ class FeatureMap(nn.Module):
         """
         return self.map(x)
 
-    def redraw(self) -> None:
-        """Draw new random features, where there are any."""
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        """Draw new random features, where there are any, from `generator` or else from PyTorch's own numbers."""
 
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {}
@@ -208,22 +208,25 @@ class FAVOR(FeatureMap):
         self.register_buffer("projection", torch.empty(m, d_key))
         self._draw()
 
-    def redraw(self) -> None:
+    def redraw(self, generator: torch.Generator | None = None) -> None:
         if self.redraws:
-            self._draw()
+            self._draw(generator)
 
     @torch.no_grad()
-    def _draw(self) -> None:
-        device = self.projection.device
+    def _draw(self, generator: torch.Generator | None = None) -> None:
+        R = self.projection
+
+        def normal(*shape: int) -> Tensor:
+            x = torch.randn(shape, generator=generator, device=R.device, dtype=torch.float32)
+            return x.to(torch.promote_types(R.dtype, torch.float32))
+
+        rows = normal(self.m, self.d_key)
         if self.orthogonal:
-            blocks = -(-self.m // self.d_key)
-            rows = orthonormal_rows(torch.randn(blocks, self.d_key, self.d_key, device=device), min(self.m, self.d_key))
-            rows = rows.flatten(0, 1)[: self.m]
             # A Gaussian row is a uniform direction times the norm of another Gaussian row.
-            rows = rows * torch.randn(self.m, self.d_key, device=device).norm(dim=-1, keepdim=True)
-        else:
-            rows = torch.randn(self.m, self.d_key, device=device)
-        self.projection.copy_(rows)
+            blocks = normal(-(-self.m // self.d_key), self.d_key, self.d_key)
+            directions = orthonormal_rows(blocks, min(self.m, self.d_key)).flatten(0, 1)[: self.m]
+            rows = directions * rows.norm(dim=-1, keepdim=True)
+        R.copy_(rows)
 
     def map(self, x: Tensor) -> Tensor:
         if self.stabilize:

@@ -3,12 +3,12 @@
 import math
 from types import SimpleNamespace
 
+from fastweights.experiments.engine import retrieval
 from fastweights.experiments.engine.experiment import Record, Results
-from fastweights.training.tasks import retrieval
 
 
 class Training:
-    """Stands in for `fastweights.training.tasks.retrieval.train`; `trained` lists what it was asked to train."""
+    """Stands in for `train` of `fastweights.training.tasks.retrieval`; `trained` lists what it was asked to train."""
 
     def __init__(self, monkeypatch):
         self.trained = []

@@ -187,7 +187,7 @@ def test_an_import_that_fails_in_a_cell(run, monkeypatch):
     def train(*arguments, **options):
         raise ImportError("training takes something: pip install 'fastweights[train]'")
 
-    monkeypatch.setattr("fastweights.training.tasks.retrieval.train", train)
+    monkeypatch.setattr("fastweights.experiments.engine.retrieval.train", train)
     result = run("reproduce", "fig2", "--scale", "smoke")
     assert result.exit_code == 2 and "Error: training takes something: pip install" in result.stderr
 

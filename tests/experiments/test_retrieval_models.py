@@ -1,23 +1,25 @@
-"""The exact short cuts give the plain computation's losses and gradients, for every model of both settings."""
+"""The retrieval models compute Sec. 6.1's losses and gradients, plainly and by exact short cuts, in both settings."""
 
 import pytest
 import torch
 
 from fastweights import fast_weight_memory
 from fastweights.data.synthetic import evaluation_batch, training_batches
-from fastweights.models.retrieval import MODELS, Entry, RetrievalModel
-from fastweights.models.retrieval_algebra import ClippedWrites, DeltaRead, DPFPScores, pair
+from fastweights.feature_maps import feature_map
+from fastweights.models.retrieval import MODELS, RetrievalModel
+from fastweights.models.retrieval_shortcuts import ClippedWrites, DeltaRead, DPFPScores, ShortcutRetrievalModel, pair
 from tests.experiments import retrieval_oracle as oracle
 
 ALL = [(setting, name) for setting, models in MODELS.items() for name in models]
+KINDS = [RetrievalModel, ShortcutRetrievalModel]
 
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def build(setting, name, size=7, d_key=6, **options):
-    model = RetrievalModel(size, MODELS[setting][name], d_key, generator(), dtype=torch.float64, **options)
+def build(kind, setting, name, size=7, d_key=6, **options):
+    model = kind(size, MODELS[setting][name], d_key, generator(), dtype=torch.float64, **options)
     if "schlag" in name:
         # Keys long enough for the norm to be cut at most steps, but not at all of them.
         with torch.no_grad():
@@ -25,34 +27,62 @@ def build(setting, name, size=7, d_key=6, **options):
     return model
 
 
-# In the larger batch more pairs occur than there are, and some models then map each pair once.
-@pytest.mark.parametrize("sequences", [2, 5])
-@pytest.mark.parametrize(("setting", "name"), ALL)
-def test_training_loss_and_gradients(setting, name, sequences):
-    model = build(setting, name)
-    (batch,) = training_batches(setting, 7, 1, sequences, generator(1))
-    fast, plain = model.loss(batch), oracle.loss(model, batch)
-    torch.testing.assert_close(fast, plain, rtol=1e-10, atol=1e-12)
+def assert_same_gradients(model, loss, other_model, other_loss):
     names, weights = zip(*model.named_parameters(), strict=True)
-    gradients = torch.autograd.grad(fast, weights), torch.autograd.grad(plain, weights)
+    gradients = torch.autograd.grad(loss, weights), torch.autograd.grad(other_loss, list(other_model.parameters()))
     for name, ours, theirs in zip(names, *gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
 
 
+# In the larger batch more pairs occur than there are, and some short cuts then map each pair once.
+@pytest.mark.parametrize("sequences", [2, 5])
+@pytest.mark.parametrize(("setting", "name"), ALL)
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_loss_and_gradients(kind, setting, name, sequences):
+    model = build(kind, setting, name)
+    (batch,) = training_batches(setting, 7, 1, sequences, generator(1))
+    loss, expected = model.loss(*batch), oracle.loss(model, batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+    assert_same_gradients(model, loss, model, expected)
+
+
+@pytest.mark.parametrize(("size", "d_key", "sequences"), [(2, 5, 3), (13, 3, 1), (33, 7, 3), (67, 5, 1)])
+@pytest.mark.parametrize(("setting", "name"), ALL)
+def test_short_cuts_are_exact_at_odd_sizes(setting, name, size, d_key, sequences):
+    plain, fast = (build(kind, setting, name, size, d_key) for kind in KINDS)
+    (batch,) = training_batches(setting, size, 1, sequences, generator(1), length=2 * size - 1)
+    losses = plain.loss(*batch), fast.loss(*batch)
+    torch.testing.assert_close(*losses, rtol=1e-10, atol=1e-12)
+    assert_same_gradients(plain, losses[0], fast, losses[1])
+    batch = evaluation_batch(setting, size, sequences, generator(2), length=size + 2, query_cap=5, chunk=2)
+    with torch.no_grad():
+        torch.testing.assert_close(plain.loss(*batch), fast.loss(*batch), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS[2])
+def test_one_pair(kind, name):
+    model = build(kind, 2, name)
+    batch = evaluation_batch(2, 7, 3, generator(1), length=1)
+    torch.testing.assert_close(model.loss(*batch), oracle.loss(model, batch), rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("options", [{}, {"query_cap": 3}, {"query_cap": 5, "chunk": 2}], ids=str)
 @pytest.mark.parametrize(("setting", "name"), ALL)
-def test_evaluation_loss(setting, name, options):
-    model = build(setting, name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_loss(kind, setting, name, options):
+    model = build(kind, setting, name)
     batch = evaluation_batch(setting, 7, 2, generator(1), length=11, **options)
     with torch.no_grad():
-        torch.testing.assert_close(model.loss(batch), oracle.loss(model, batch), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(model.loss(*batch), oracle.loss(model, batch), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["favor-64-delta", "dpfp-1-delta", "dpfp-1-sum"])
-def test_exact_denominators(name):
-    model = build(2, name, read_eps=0)
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_denominators(kind, name):
+    model = build(kind, 2, name, read_eps=0)
     (batch,) = training_batches(2, 7, 1, 5, generator(1))
-    torch.testing.assert_close(model.loss(batch), oracle.loss(model, batch), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(model.loss(*batch), oracle.loss(model, batch), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("with_keys", [True, False])
@@ -63,7 +93,7 @@ def test_dpfp_scores_are_products_of_features(d, nu, with_keys):
     q = torch.randn(B, d, dtype=torch.float64, requires_grad=True)
     keys = torch.randint(S, (B, L)) if with_keys else None
     values = torch.randint(S, (B, L))
-    phi = RetrievalModel(2, Entry("sum", "dpfp", {"nu": nu}), d, generator()).phi
+    phi = feature_map("dpfp", d, nu=nu)
     plain = (phi.map(pair(*tables, keys, values)) @ phi.map(q).unsqueeze(-1)).squeeze(-1)
     fast = DPFPScores.apply(*tables, q, keys, values, nu)
     torch.testing.assert_close(fast, plain)
@@ -120,24 +150,25 @@ def test_clipped_delta_read(queries):
 @pytest.mark.parametrize("name", ["schlag2021", "schlag2021-dpfp"])
 def test_clipping_keeps_long_sequences_finite(name):
     """Without the divisions these memories would grow past the largest float64."""
-    model = RetrievalModel(200, MODELS[2][name], 64, generator(), dtype=torch.float64)
+    model = ShortcutRetrievalModel(200, MODELS[2][name], 64, generator(), dtype=torch.float64)
     (batch,) = training_batches(2, 200, 1, 1, generator(1))
-    torch.testing.assert_close(model.loss(batch), oracle.loss(model, batch))
-    single = RetrievalModel(200, MODELS[2][name], 64, generator())
-    gradients = torch.autograd.grad(single.loss(batch), list(single.parameters()))
+    torch.testing.assert_close(model.loss(*batch), oracle.loss(model, batch))
+    single = ShortcutRetrievalModel(200, MODELS[2][name], 64, generator())
+    gradients = torch.autograd.grad(single.loss(*batch), list(single.parameters()))
     assert all(g.isfinite().all() for g in gradients)
 
 
-def test_favor_with_the_delta_rule_makes_no_nan():
+@pytest.mark.parametrize("kind", KINDS)
+def test_favor_with_the_delta_rule_makes_no_nan(kind):
     # At this size keys are so long that every feature underflows in float32.
-    model = RetrievalModel(400, MODELS[2]["favor-64-delta"], 64, generator())
+    model = kind(400, MODELS[2]["favor-64-delta"], 64, generator())
     (batch,) = training_batches(2, 400, 1, 2, generator(1), length=20)
-    gradients = torch.autograd.grad(model.loss(batch), list(model.parameters()))
+    gradients = torch.autograd.grad(model.loss(*batch), list(model.parameters()))
     assert all(g.isfinite().all() for g in gradients)
 
 
 def test_orthogonal_features():
-    model = build(1, "favor-64", d_key=16, orthogonal=True)
+    model = build(RetrievalModel, 1, "favor-64", d_key=16, orthogonal=True)
     rows = model.phi.projection
     blocks = rows.unflatten(0, (-1, 16))
     norms = rows.norm(dim=-1)

@@ -8,8 +8,10 @@ from typing import ClassVar
 import pytest
 import torch
 
+from fastweights.models.retrieval import MODELS
 from fastweights.training.tasks import retrieval_cuda
-from fastweights.training.tasks.retrieval import MODELS, Cell, RetrievalConfig, RetrievalResult, train, train_cell
+from fastweights.training.tasks.retrieval import train
+from fastweights.training.tasks.retrieval_cell import Cell, RetrievalConfig, RetrievalResult, train_cell
 
 
 def config(model="dpfp-1", setting=1, size=10, **options):

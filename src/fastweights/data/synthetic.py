@@ -8,15 +8,28 @@ queries.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastweights.models.retrieval import Batch
+
+class Batch(NamedTuple):
+    """Sequences with their queries and the values to be found, in the order in which `RetrievalModel.loss` takes them.
+
+    None as `keys` or `queries` stands for 0 … S-1 in order, which saves looking them up. `weights` says how much each
+    query counts in the mean loss; None stands for 1.
+    """
+
+    keys: Tensor | None  # (B, L)
+    values: Tensor  # (B, L)
+    queries: Tensor | None  # (B, Q)
+    targets: Tensor  # (B, Q)
+    weights: Tensor | None = None  # (B, Q)
 
 
 def permutations(rows: int, size: int, generator: torch.Generator) -> Tensor:
-    """`rows` independent uniform permutations of 0 … size-1, (rows, size)."""
+    """Draw `rows` independent uniform permutations of 0 … size-1, (rows, size)."""
     device = generator.device
     if device.type == "cpu" and size > 50:
         # Linear in the size: from here on a shuffle for each row beats sorting them all.
@@ -28,7 +41,7 @@ def permutations(rows: int, size: int, generator: torch.Generator) -> Tensor:
 def training_batches(
     setting: int, size: int, steps: int, batch: int, generator: torch.Generator, length: int | None = None
 ) -> Iterator[Batch]:
-    """`steps` mini-batches with one query a sequence, drawn in one go.
+    """Draw `steps` mini-batches in one go, each with one query a sequence.
 
     Setting 1 gives the pairs sorted by key. No rule that is run there can see the order of the pairs, and a sequence of
     two random permutations is, sorted, one random permutation: half of the draws and every lookup of a key are saved.
@@ -58,11 +71,11 @@ def evaluation_batch(
     query_cap: int | None = None,
     chunk: int | None = None,
 ) -> Batch:
-    """`sequences` fresh sequences, each with every key it holds as a query.
+    """Draw `sequences` fresh sequences, each with every key it holds as a query.
 
     Args:
         length: pairs a sequence in setting 2; S if None.
-        query_cap: only the first so many keys (in order) of each sequence are asked for.
+        query_cap: ask only for this many keys of each sequence, the first ones in order.
         chunk: weigh the queries so that their weighted mean is the mean over chunks of at most that many queries of one
             sequence, a last short chunk counting as much as a full one.
     """

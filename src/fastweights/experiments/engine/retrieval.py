@@ -19,6 +19,8 @@ from fastweights.experiments.engine.experiment import (
     Setup,
     storable,
 )
+from fastweights.training.tasks.retrieval import train
+from fastweights.training.tasks.retrieval_cell import RetrievalConfig
 
 TARGET = 0.001
 """A run stops at this loss [Sec. 6.1.1]: at or below it, the task is solved."""
@@ -66,8 +68,6 @@ def configure(setting: int, scales: Mapping[str, Scale]) -> Callable[[str, str, 
     """The function from scale, model, size and seed to the whole configuration, defaults of the training included."""
 
     def config(scale: str, model: str, size: int, seed: int) -> Mapping[str, Any]:
-        from fastweights.training.tasks.retrieval import RetrievalConfig
-
         whole = RetrievalConfig(setting=setting, model=model, size=size, seed=seed, **scales[scale].options)
         return {"scale": scale, "rule": whole.entry.rule, **storable(asdict(whole))}
 
@@ -76,8 +76,6 @@ def configure(setting: int, scales: Mapping[str, Scale]) -> Callable[[str, str, 
 
 def run(cells: Sequence[Cell], setup: Setup) -> Outcomes:
     """Train the cells, each yielded as it finishes."""
-    from fastweights.training.tasks.retrieval import RetrievalConfig, train
-
     known_only_here = ("scale", "rule")
     by_config = {
         RetrievalConfig(**{key: value for key, value in cell.config.items() if key not in known_only_here}): cell

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastweights.training.tasks.retrieval import Cell, OnProgress, RetrievalConfig, RetrievalResult
+from fastweights.training.tasks.retrieval_cell import Cell, OnProgress, RetrievalConfig, RetrievalResult
 
 
 class GraphedCell:
@@ -104,13 +104,17 @@ class GraphedCell:
 
 
 def _recordable(config: RetrievalConfig) -> bool:
-    """Neither the QR decomposition of orthogonal features nor triangular systems above 512 can be in a graph."""
+    """Tell whether a graph can hold the steps: not with orthogonal features or triangular systems above 512.
+
+    Nor is the plain model recorded, whose loops over the tokens would make large graphs.
+    """
     orthogonal = config.orthogonal and config.entry.feature_map == "favor"
-    return not orthogonal and not (config.entry.rule == "schlag2021" and config.size > 256)
+    too_large = config.entry.rule == "schlag2021" and config.size > 256
+    return config.exact_shortcuts and not orthogonal and not too_large
 
 
 def _block(config: RetrievalConfig) -> int:
-    """Steps in one graph: a divisor of every count `advance` asks for, for a graph of 5000 kernels at the most."""
+    """Return the steps in one graph: a divisor of every count `advance` asks for, with 5000 kernels at the most."""
     common = math.gcd(config.eval_every, config.max_steps % config.eval_every or config.eval_every)
     most = max(1, 200 // config.size) if config.entry.rule == "schlag2021" else 25
     return max(n for n in range(1, most + 1) if common % n == 0)
@@ -119,7 +123,7 @@ def _block(config: RetrievalConfig) -> int:
 def train_cuda(
     configs: Sequence[RetrievalConfig], device: str, jobs: int, on_progress: OnProgress | None
 ) -> Iterator[tuple[RetrievalConfig, RetrievalResult]]:
-    """`train` on a GPU with `jobs` cells in flight."""
+    """Train on a GPU with `jobs` cells in flight."""
     place = torch.device(device)
     waiting = deque(configs)
     with torch.cuda.device(place):

@@ -1,12 +1,14 @@
-"""Exact short cuts for retrieval: what the last query reads, without ever building the memory.
+"""Exact short cuts for retrieval: what the queries read, without ever building the memory.
 
-A read-out is linear in the values, y = Σ_t a_t v_t, and most of these functions compute the coefficients a. Each has
-its gradient written out, and none waits for the device, so that all can be recorded in a CUDA graph. B sequences, L
-pairs, Q queries, S keys and as many values, d = d_key, D = d_dot.
+`ShortcutRetrievalModel` computes what `RetrievalModel` does, from its parameters. A read-out is linear in the values,
+y = Σ_t a_t v_t, and most of the functions below compute the coefficients a. Each has its gradient written out, and none
+waits for the device, so that all can be recorded in a CUDA graph. B sequences, L pairs, Q queries, S keys and as many
+values, d = d_key, D = d_dot.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -14,10 +16,103 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from fastweights.feature_maps import DPFP, FAVOR
+from fastweights.models.retrieval import RetrievalModel, divide
+from fastweights.ops.normalization import safe_divide
+
+# Steps of the delta rule solved at once: on a GPU one large system costs less than the launches of many small ones.
+CHUNK = {"cpu": 32, "cuda": 128}
+
+
+class ShortcutRetrievalModel(RetrievalModel):
+    """`RetrievalModel` by exact short cuts: the same losses and gradients, up to rounding, for less work.
+
+    Projections are made once for the S symbols and then looked up, one-hot values are never multiplied, and no memory
+    is built.
+    """
+
+    def forward(self, keys: Tensor | None, values: Tensor, queries: Tensor | None) -> Tensor:
+        """Compute ŷ (B, Q, S) as `RetrievalModel.forward` does."""
+        table, q = self.project_symbols(queries)
+        if self.rule == "softmax":
+            return self._spread(values, self._softmax_weights(table, q, keys, values))
+        if self.rule == "sum":
+            scores = self._kernel_scores(table, q, keys, values)
+            return self._spread(values, divide(scores, scores.sum(-1, keepdim=True), self.read_eps))
+        k, beta = self._keys_and_gates(table, keys, values)
+        q = self.phi.map(q)
+        if self.rule == "delta":
+            q = divide(q, q.sum(-1, keepdim=True), self.read_eps)
+            q = q.expand(len(k), *q.shape[-2:])
+            return self._spread(values, DeltaRead.apply(k, beta, q, CHUNK[k.device.type]))
+        errors, logs = ClippedWrites.apply(k, beta, values, self.size)
+        # What is written at step t is scaled at t and at every later step.
+        weights = beta * logs.flip(-1).cumsum(-1).flip(-1).exp()
+        return F.layer_norm((q @ k.mT * weights.unsqueeze(1)) @ errors, (self.size,))
+
+    def project_symbols(self, queries: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Project the S keys (S, d_key + gates), and queries: (B, Q, d_key), or (S, d_key) for all keys in order."""
+        weights = self.embedding, self.key_weight, self.key_bias, self.query_weight, self.query_bias
+        if queries is None:
+            E, W_k, b_k, W_q, b_q = weights
+            return F.linear(E, W_k, b_k), F.linear(E, W_q, b_q)
+        table, q = Projection.apply(*weights, queries.flatten())
+        return table, q.unflatten(0, queries.shape)
+
+    def _spread(self, values: Tensor, coefficients: Tensor) -> Tensor:
+        """Return Σ_t a_t v_t (B, Q, S), given the coefficients a (B, Q, L), without a product: values are one-hot."""
+        B, Q, L = coefficients.shape
+        empty = coefficients.new_zeros(B, Q, self.size)
+        return empty.scatter_add(-1, values.unsqueeze(1).expand(B, Q, L), coefficients)
+
+    def _softmax_weights(self, table: Tensor, q: Tensor, keys: Tensor | None, values: Tensor) -> Tensor:
+        """Compute the softmax of k·q / √d_key over the pairs, k·q as a sum of two looked-up products of tables."""
+        by_key, by_value = q @ table.mT, q @ self.value_table.mT
+        B, L = values.shape
+        values = values.unsqueeze(1).expand(B, q.shape[-2], L)
+        scores = by_value.expand(B, -1, -1).gather(-1, values)
+        if keys is not None:
+            by_key = by_key.expand(B, -1, -1).gather(-1, keys.unsqueeze(1).expand_as(values))
+        return ((scores + by_key) / math.sqrt(self.d_key)).softmax(-1)
+
+    def _kernel_scores(self, table: Tensor, q: Tensor, keys: Tensor | None, values: Tensor) -> Tensor:
+        """Compute φ(k_t)·φ(q), (B, Q, L)."""
+        phi, tables = self.phi, (table, self.value_table)
+        one_query = q.dim() == 3 and q.shape[1] == 1
+        if one_query and isinstance(phi, DPFP):
+            return DPFPScores.apply(*tables, q.squeeze(1), keys, values, phi.nu).unsqueeze(1)
+        if one_query and isinstance(phi, FAVOR) and keys is None:
+            # In parts that a CPU's caches hold.
+            part = max(1, 2**20 // (phi.m * values.shape[1])) if q.device.type == "cpu" else len(q)
+            parts = zip(q.squeeze(1).split(part), values.split(part), strict=True)
+            return torch.cat([FAVORScores.apply(*tables, *each, phi.projection) for each in parts]).unsqueeze(1)
+        return (phi.map(pair(*tables, keys, values)) @ phi.map(q).mT).mT
+
+    def _keys_and_gates(self, table: Tensor, keys: Tensor | None, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute φ(k) (B, L, D), sum-normalised for the delta rule (Eq. 29), and β (B, L)."""
+        if keys is None or self.size**2 >= values.numel():
+            return self._map(pair(table, self.value_table, keys, values))
+        # Fewer pairs can occur than do: map each of them once.
+        k, beta = self._map((table.unsqueeze(1) + self.value_table).flatten(0, 1))
+        at = (keys * self.size + values).flatten()
+        k, beta = (x.index_select(0, at).unflatten(0, values.shape) for x in (k, beta))
+        return k, beta
+
+    def _map(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Split projected pairs into φ(k) and β."""
+        k, gate = rows.split([self.d_key, 1], -1)
+        k = self.phi.map(k)
+        if self.rule == "delta":
+            # One division a key instead of one a feature; a key without features is not written.
+            total = k.sum(-1, keepdim=True)
+            k = k * safe_divide(torch.ones_like(total), total)
+        return k, gate.squeeze(-1).sigmoid()
 
 
 class Projection(Function):
-    """Keys' projections for all S symbols (S, ·), and those of the queried symbols (B Q, d).
+    """Projections of all S keys (S, ·), and of the queried ones (B Q, d).
 
     Equivalent to `linear(E, W_k, b_k), linear(E[queries], W_q, b_q)`. Both share one gradient of the embedding E, where
     autograd would make two of its size and add them.
@@ -40,7 +135,7 @@ class Projection(Function):
 
 
 def pair(keys_table: Tensor, values_table: Tensor, keys: Tensor | None, values: Tensor) -> Tensor:
-    """W_K [e(k); v] (B, L, ·) from the projections of all keys and all values: a sum of two looked-up rows."""
+    """Look up W_K [e(k); v] (B, L, ·) as the sum of a row of the projected keys and one of the projected values."""
     by_value = values_table.index_select(0, values.flatten()).unflatten(0, values.shape)
     if keys is None:
         return by_value.add_(keys_table)
@@ -48,7 +143,7 @@ def pair(keys_table: Tensor, values_table: Tensor, keys: Tensor | None, values: 
 
 
 def unpair(d: Tensor, keys: Tensor | None, values: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The gradients of both tables from that of `pair`."""
+    """Return the gradients of both tables, given that of `pair`."""
     rows = d.flatten(0, 1)
     by_value = d.new_zeros(size, d.shape[-1]).index_add_(0, values.flatten(), rows)
     if keys is None:
@@ -58,7 +153,7 @@ def unpair(d: Tensor, keys: Tensor | None, values: Tensor, size: int) -> tuple[T
 
 @cache
 def _dpfp_neighbours(d: int, nu: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """H and D (d, d) such that H + D ∘ σσᵀ counts the pairs (i, i') whose features multiply, in both orders."""
+    """Return H and D (d, d) such that H + D ∘ σσᵀ counts the pairs (i, i') whose features multiply, in both orders."""
     position = torch.arange(d)
     apart = position.unsqueeze(-1) - position
     same, other = ((x % (2 * d) >= 1) & (x % (2 * d) <= nu) for x in (apart, apart + d))
