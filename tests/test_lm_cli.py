@@ -228,7 +228,7 @@ def test_damaged_weights_are_reported(runs, tmp_path):
     for file in (tmp_path / "run" / "checkpoints").glob("*/weights.safetensors"):
         file.write_bytes(b"junk")
     done = run("eval", "lm", tmp_path / "run")
-    assert done.exit_code == 2 and "is whole" in done.stderr
+    assert done.exit_code == 2 and "move it away to use the last one" in done.stderr
 
 
 def test_divergence_is_reported(corpus, tmp_path):

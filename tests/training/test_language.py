@@ -16,7 +16,7 @@ import torch
 
 from fastweights.models.presets import RECIPES
 from fastweights.training.runs.folder import RunError
-from fastweights.training.runs.language_run import LanguageRun, keep_vocabulary
+from fastweights.training.runs.saved import LanguageRun, keep_vocabulary
 from fastweights.training.runs.signals import Interrupted
 from fastweights.training.tasks.evaluate import Protocol, measure
 from fastweights.training.tasks.language import LanguageTask, plan
@@ -224,7 +224,7 @@ def test_a_run_is_read_back(corpus, tmp_path):
     with pytest.raises(ValueError, match="there is no corpus in data"):
         opened.corpus()
     assert opened.corpus(corpus.folder).fingerprint == corpus.fingerprint
-    keep_vocabulary(tmp_path / "run", corpus)
+    keep_vocabulary(tmp_path / "run", corpus.vocabulary)
     assert opened.vocabulary().words == corpus.vocabulary.words
     # A vocabulary that is not the one of the training must not put words into the model's mouth.
     (tmp_path / "run" / "vocabulary.txt").write_text("other\nwords\n")

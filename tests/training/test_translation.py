@@ -16,8 +16,8 @@ from fastweights.models.translation_config import ATTENTIONS
 from fastweights.training.engine.loop import train
 from fastweights.training.engine.optim import learning_rate
 from fastweights.training.runs.folder import RunError
+from fastweights.training.runs.saved import TranslationRun, keep_vocabulary
 from fastweights.training.runs.signals import Interrupted
-from fastweights.training.runs.translation_run import TranslationRun, keep_tokenizer
 from fastweights.training.tasks.translation import TranslationTask, assemble_translation, bleu, plan_translation
 from tests.data.pair_files import write_set
 
@@ -211,7 +211,7 @@ def test_a_run_is_read_back(corpus, tmp_path):
         assert small_translation(corpus)[0].validate(model)["loss"] == pytest.approx(result.best["loss"], rel=1e-5)
     with pytest.raises(ValueError, match="data"):
         opened.tokenizer()
-    keep_tokenizer(tmp_path / "run", corpus)
+    keep_vocabulary(tmp_path / "run", corpus.tokenizer)
     assert opened.tokenizer().sha256 == opened.tokenizer(corpus.folder).sha256 == corpus.tokenizer.sha256
     prepare("numbers", None, tmp_path / "numbers", pairs=50, held_out=5)
     with pytest.raises(RunError, match="another tokenizer"):

@@ -59,7 +59,7 @@ def lm(
     with run_errors():
         from fastweights.common.tables import look_up
         from fastweights.data.text.documents import mark_documents
-        from fastweights.training.runs.language_run import LanguageRun
+        from fastweights.training.runs.saved import LanguageRun
         from fastweights.training.tasks import evaluate
 
         look_up(dict.fromkeys(("valid", "test")), split, "split")

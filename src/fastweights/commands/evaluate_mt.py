@@ -39,7 +39,7 @@ def mt(
         from fastweights.common.tables import look_up
         from fastweights.inference.beam import Search
         from fastweights.inference.translate import translate
-        from fastweights.training.runs.translation_run import TranslationRun
+        from fastweights.training.runs.saved import TranslationRun
         from fastweights.training.tasks.bleu import bleu, require_sacrebleu
 
         require_sacrebleu()

@@ -44,7 +44,7 @@ def generate(
         from fastweights.inference.sample import Sampling
         from fastweights.inference.sample import generate as words
         from fastweights.inference.stream import open_reader
-        from fastweights.training.runs.language_run import LanguageRun
+        from fastweights.training.runs.saved import LanguageRun
 
         if tokens < 1:
             raise ValueError(f"--tokens must be at least 1, got {tokens}")

@@ -38,7 +38,7 @@ from fastweights.commands.training_options import (
     say,
     summary,
 )
-from fastweights.data.places import EMBEDDED
+from fastweights.data.manifest import EMBEDDED
 
 if TYPE_CHECKING:
     from fastweights.data.text.corpus import Corpus
@@ -95,7 +95,7 @@ def lm(
     """
     with interruptible():
         with input_errors(ValueError, TypeError):
-            from fastweights.training.runs.language_run import keep_vocabulary
+            from fastweights.training.runs.saved import keep_vocabulary
             from fastweights.training.tasks.language import FIELDS, assemble
 
             given: dict[str, Any] = {"steps": steps, "batch_size": batch, "segment": length, "lr": lr}
@@ -120,7 +120,7 @@ def lm(
         _announce(task, corpus, out)
         # Absolute: the run may be used from another folder than the one it was started in.
         about = {"data": str(where.resolve()), "corpus": corpus.manifest["name"]}
-        kept = lambda: keep_vocabulary(out, corpus, fresh)  # noqa: E731
+        kept = lambda: keep_vocabulary(out, corpus.vocabulary, fresh)  # noqa: E731
         result = run_training(task, config, out, about=about, keep=kept, fresh=fresh, minutes=minutes)
     if first_process():
         _conclude(task, result, out)

@@ -36,7 +36,7 @@ from fastweights.commands.training_options import (
     say,
     summary,
 )
-from fastweights.data.places import NUMBERS
+from fastweights.data.manifest import NUMBERS
 
 if TYPE_CHECKING:
     from fastweights.data.pairs.corpus import ParallelCorpus
@@ -84,7 +84,7 @@ def mt(
     """
     with interruptible():
         with input_errors(ValueError, TypeError, ImportError):
-            from fastweights.training.runs.translation_run import keep_tokenizer
+            from fastweights.training.runs.saved import keep_vocabulary
             from fastweights.training.tasks.translation import FIELDS, assemble_translation, plan_translation
 
             given: dict[str, Any] = {"steps": steps, "max_tokens": tokens, "lr": lr, "warmup": warmup, "seed": seed}
@@ -106,7 +106,7 @@ def mt(
         _announce(task, corpus, out)
         # Absolute: the run may be used from another folder than the one it was started in.
         about = {"data": str(where.resolve()), "corpus": corpus.manifest["name"]}
-        kept = lambda: keep_tokenizer(out, corpus, fresh)  # noqa: E731
+        kept = lambda: keep_vocabulary(out, corpus.tokenizer, fresh)  # noqa: E731
         result = run_training(task, config, out, about=about, keep=kept, fresh=fresh, minutes=minutes)
     if first_process():
         _conclude(corpus, result, out)

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 import typer
 
 if TYPE_CHECKING:
-    from fastweights.training.engine.config import TrainingConfig
+    from fastweights.training.engine.config import Fields, TrainingConfig
     from fastweights.training.engine.loop import Result
-    from fastweights.training.engine.settings import Fields
     from fastweights.training.engine.task import Task
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}

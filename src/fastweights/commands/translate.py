@@ -37,7 +37,7 @@ def translate(
         from fastweights.common.tables import look_up
         from fastweights.inference import translate as translation
         from fastweights.inference.beam import Search
-        from fastweights.training.runs.translation_run import TranslationRun
+        from fastweights.training.runs.saved import TranslationRun
 
         look_up(dict.fromkeys(("best", "last")), checkpoint, "checkpoint")
         search = Search(beam=beam, length_penalty=length_penalty, n_best=n_best, max_length=max_length)

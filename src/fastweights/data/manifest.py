@@ -26,6 +26,8 @@ FORMAT = 1
 SPLITS = ("train", "valid", "test")
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 TYPE_CODES = {"uint16": "H", "uint32": "I"}
+# Where the corpora that need no download are prepared on first use.
+EMBEDDED, NUMBERS = Path("data") / "embedded", Path("data") / "numbers"
 _NAME = "manifest.json"
 _PARTIAL = ".partial"
 

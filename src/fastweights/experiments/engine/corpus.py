@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastweights.data.places import EMBEDDED
+from fastweights.data.manifest import EMBEDDED
 from fastweights.experiments.engine.experiment import BadInput, Given, Request
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastweights.training.engine.settings import Fields
+    from fastweights.training.engine.config import Fields
 
 SCALES = {
     "smoke": "a few steps of each cell, to see that everything runs; its numbers mean nothing",

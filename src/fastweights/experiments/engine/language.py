@@ -23,8 +23,7 @@ from fastweights.experiments.engine.runner import Trainable, check_settings, run
 if TYPE_CHECKING:
     from fastweights.data.text.corpus import Corpus
     from fastweights.models.language_model import LanguageModel
-    from fastweights.training.engine.config import TrainingConfig
-    from fastweights.training.engine.settings import Fields
+    from fastweights.training.engine.config import Fields, TrainingConfig
     from fastweights.training.tasks.language import LanguageTask
 
 GIVEN = ("corpus", "set")
@@ -225,7 +224,7 @@ def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: st
     import torch
 
     from fastweights.data.manifest import sets
-    from fastweights.training.runs.language_run import LanguageRun
+    from fastweights.training.runs.saved import LanguageRun
 
     run = LanguageRun.open(folder)
     # A GPU would otherwise keep the training's memory while the evaluation asks for its own.

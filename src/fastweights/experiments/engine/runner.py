@@ -29,8 +29,7 @@ from fastweights.common import provenance
 from fastweights.experiments.engine.experiment import BadInput, Cell, Outcome, Outcomes, Setup
 
 if TYPE_CHECKING:
-    from fastweights.training.engine.config import TrainingConfig
-    from fastweights.training.engine.settings import Fields
+    from fastweights.training.engine.config import Fields, TrainingConfig
     from fastweights.training.engine.task import Score, Task
 
 Config = Mapping[str, Any]

@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastweights.data.places import NUMBERS
+from fastweights.data.manifest import NUMBERS
 from fastweights.experiments.engine.corpus import honest
 from fastweights.experiments.engine.experiment import BadInput, Given, Request, Scale, storable
 from fastweights.experiments.engine.runner import Trainable, check_settings, runner, training_of
 
 if TYPE_CHECKING:
     from fastweights.data.pairs.corpus import ParallelCorpus
-    from fastweights.training.engine.config import TrainingConfig
-    from fastweights.training.engine.settings import Fields
+    from fastweights.training.engine.config import Fields, TrainingConfig
     from fastweights.training.tasks.translation import TranslationTask
 
 GIVEN = ("corpus", "set")
@@ -206,14 +205,14 @@ def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: st
 
     from fastweights.common.files import write_atomically
     from fastweights.data.manifest import sets
-    from fastweights.training.runs.translation_run import TranslationRun, keep_tokenizer
+    from fastweights.training.runs.saved import TranslationRun, keep_vocabulary
 
     # A GPU would otherwise keep the training's memory while the evaluation asks for its own.
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
     model, checkpoint = TranslationRun.open(folder).load("best", device)
     corpus = corpus_of(config, data)
-    keep_tokenizer(folder, corpus)
+    keep_vocabulary(folder, corpus.tokenizer)
     found: dict[str, Any] = {"parameters": model.n_parameters, "best_step": checkpoint.step}
     found["sets"] = sets(corpus.manifest)
     samples: list[Any] = []

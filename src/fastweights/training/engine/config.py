@@ -1,4 +1,4 @@
-"""How to train: the numbers that decide the outcome, and those that only decide how it is reached."""
+"""How to train: numbers that decide the outcome, others that only decide how it is reached, and settings by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, get_type_hints
+
+from fastweights.common.tables import look_up
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 STRATEGIES = ("auto", "single", "ddp", "fsdp")
@@ -21,6 +23,13 @@ SCHEDULES: dict[str, Callable[[int, int, int, float], float]] = {
     "linear": lambda t, T, w, c: 1 - (t - w) / (T - w),
     "trapezoid": lambda t, T, w, c: min(1.0, (T - t) / (c * T)),
     "constant": lambda t, T, w, c: 1.0,
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "schedule": tuple(SCHEDULES),
+    "precision": PRECISIONS,
+    "strategy": STRATEGIES,
+    "optimizer": OPTIMIZERS,
+    "compile": COMPILE_MODES,
 }
 
 
@@ -113,11 +122,10 @@ class TrainingConfig:
             raise ValueError(f"warmup must be at least 0 steps, got {self.warmup!r}")
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise ValueError(f"lr must be a finite number of at least 0, got {self.lr!r}")
-        choices = {"schedule": tuple(SCHEDULES), "precision": PRECISIONS, "strategy": STRATEGIES}
-        choices["optimizer"] = OPTIMIZERS
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name, known in _CHOICES.items():
+            value, optional = getattr(self, name), name == "compile"
+            if value not in known and not (optional and value is None):
+                raise ValueError(f"{name} must be {'None or ' * optional}one of {', '.join(known)}, got {value!r}")
         if not 0 < self.cooldown <= 1:
             raise ValueError(f"cooldown must be a share of the steps above 0 and at most 1, got {self.cooldown!r}")
         if self.optimizer == "muon" and not (self.lr > 0 and 0 < self.muon_lr < math.inf):
@@ -125,8 +133,6 @@ class TrainingConfig:
         for name, (owner, value) in self.idle(vars(self)).items():
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(f"{name} is for {owner} {value!r}; with {getattr(self, owner)!r} leave it out")
-        if self.compile is not None and self.compile not in COMPILE_MODES:
-            raise ValueError(f"compile must be None or one of {', '.join(COMPILE_MODES)}, got {self.compile!r}")
         if self.graph and self.compile in GRAPHING_MODES:
             others = [mode for mode in COMPILE_MODES if mode not in GRAPHING_MODES]
             raise ValueError(
@@ -149,3 +155,39 @@ class TrainingConfig:
     def free(cls) -> set[str]:
         """Names of the fields that may differ when a run goes on."""
         return {f.name for f in fields(cls) if f.metadata.get("free")}
+
+
+class Fields:
+    """The settings of one kind of task: which of them are the model's, the task's and those of `TrainingConfig`.
+
+    Args:
+        model: the dataclass of the model's configuration.
+        task: the task's own fields and their types.
+        decided: fields that cannot be set, and why.
+    """
+
+    def __init__(self, model: type, task: Mapping[str, Any], decided: Mapping[str, str]) -> None:
+        self.model = tuple(f.name for f in fields(model) if f.name not in decided)
+        self.task = tuple(task)
+        self.training = tuple(f.name for f in fields(TrainingConfig))
+        self.decided = decided
+        self._config, self._task_types = model, task
+
+    def types(self) -> dict[str, Any]:
+        """Return the type of each field, for values that come as text."""
+        return {**get_type_hints(self._config), **get_type_hints(TrainingConfig), **self._task_types}
+
+    def check(self, name: str) -> None:
+        """Refuse a name that cannot be set with a ValueError that has the nearest that can."""
+        if name in self.decided:
+            raise ValueError(f"{name} cannot be set: it {self.decided[name]}")
+        look_up(dict.fromkeys([*self.model, *self.task, *self.training]), name, "field")
+
+    def sort(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Divide settings into those of model, task and training."""
+        for name, value in settings.items():
+            self.check(name)
+            if name in _CHOICES and isinstance(value, str):
+                look_up(dict.fromkeys(_CHOICES[name]), value, name)
+        parts = [{n: v for n, v in settings.items() if n in part} for part in (self.model, self.task, self.training)]
+        return parts[0], parts[1], parts[2]

@@ -97,17 +97,17 @@ def train(
     try:
         source = together(fabric, prepare)
         learner = Learner(fabric, task, config)
-        run = _Run(fabric, task, config, learner, store, log)
+        trainer = _Trainer(fabric, task, config, learner, store, log)
         if source is not None:
-            run.restore(source)
+            trainer.restore(source)
         with log, Signals() as signals:
             together(fabric, lambda: log.open(out, config, task.describe(), learner.step, watch))
-            return run.go(signals, minutes)
+            return trainer.go(signals, minutes)
     finally:
         folder.close()
 
 
-class _Run:
+class _Trainer:
     def __init__(
         self, fabric: Fabric, task: Task, config: TrainingConfig, learner: Learner, store: CheckpointStore, log: RunLog
     ) -> None:

@@ -18,8 +18,7 @@ from fastweights.data.text.corpus import Corpus, Segment, Segments, ShuffledSegm
 from fastweights.data.text.documents import DOCUMENTS, mark_documents
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState, check_forgets
 from fastweights.models.presets import MIXER_CHOICES, PRESETS, TrainingRecipe, check_reading, training_recipe
-from fastweights.training.engine.config import TrainingConfig
-from fastweights.training.engine.settings import Fields
+from fastweights.training.engine.config import Fields, TrainingConfig
 from fastweights.training.engine.task import Outcome, Task
 from fastweights.training.tasks.evaluate import EVAL_BATCH, Protocol, check_carried, measure
 

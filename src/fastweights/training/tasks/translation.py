@@ -19,8 +19,7 @@ from fastweights.inference.translate import translate
 from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_config import ATTENTIONS, POSITIONS, TranslationModelConfig
 from fastweights.models.translation_presets import PRESETS, TranslationRecipe, translation_recipe
-from fastweights.training.engine.config import TrainingConfig
-from fastweights.training.engine.settings import Fields
+from fastweights.training.engine.config import Fields, TrainingConfig
 from fastweights.training.engine.task import Outcome, Score, Task
 from fastweights.training.tasks.bleu import Bleu, bleu, require_sacrebleu
 
