@@ -1,0 +1,48 @@
+"""Documents: lines that fit a screen, links and paths that lead somewhere, Python whose imports exist."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+# Being re-flowed; nothing may be added.
+STILL_LONG = {"docs/kernels.md"}
+
+
+@documents
+def test_lines_fit_a_screen(path):
+    if str(path.relative_to(ROOT)) in STILL_LONG:
+        return
+    lines = enumerate(path.read_text().splitlines(), 1)
+    # Rows of tables and links cannot be broken.
+    long = [number for number, line in lines if len(line) > 120 and not line.startswith("|") and "](" not in line]
+    assert not long
+
+
+@documents
+def test_links_lead_to_files(path):
+    targets = re.findall(r"\]\(([^)#\s]+)", path.read_text())
+    assert not [target for target in targets if "://" not in target and not (path.parent / target).exists()]
+
+
+@documents
+def test_files_that_are_named_exist(path):
+    text = path.read_text()
+    named = re.findall(r"\b(?:docs|tests|examples|results)/[\w./*-]*[\w*]", text)
+    named += [f"results/bench/{name}" for name in re.findall(r"[\w*-]+-(?:h200|cpu)\.json", text)]
+    named += [f"src/fastweights/{name}" for name in re.findall(r"`((?:\w+/)+[\w*]+\.py)`", text) if name[:5] != "tests"]
+    assert not [name for name in named if not any(ROOT.glob(name))]
+
+
+@documents
+def test_imports_in_python_blocks_exist(path):
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                module = importlib.import_module(node.module)
+                assert not [alias.name for alias in node.names if not hasattr(module, alias.name)]

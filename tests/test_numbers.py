@@ -1,0 +1,149 @@
+"""Numbers in README and docs equal those in the files they are taken from."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = {"memory", "retrieval", "kernels", "lm", "lm-agreement", "stream", "mt"}
+
+
+def rows(name):
+    """Return the measurements of `results/bench/NAME.json`."""
+    return json.loads((ROOT / "results" / "bench" / f"{name}.json").read_text())["rows"]
+
+
+def row(name, /, **fields):
+    """Return the only row of `results/bench/NAME.json` that has these fields."""
+    (found,) = [row for row in rows(name) if fields.items() <= row.items()]
+    return found
+
+
+def tables(document):
+    """Return every table of a document as a list of rows, each a list of cells, the header first."""
+    blocks = re.findall(r"(?:^\|.*\|\n)+", (ROOT / document).read_text(), re.MULTILINE)
+    cells = [[[cell.strip() for cell in line.strip("|").split("|")] for line in b.splitlines()] for b in blocks]
+    return [[table[0], *table[2:]] for table in cells]
+
+
+def table(document, header):
+    """Return the rows below the header of the only table whose header begins with these cells."""
+    (found,) = [table[1:] for table in tables(document) if table[0][: len(header)] == header]
+    assert found
+    return found
+
+
+def agrees(text, value):
+    """Say whether `text` is `value`, rounded to the digits that `text` has."""
+    digits = len(text.partition(".")[2])
+    return round(value, digits) == float(text.replace(",", "")) if digits or value < 1000 else int(text) == round(value)
+
+
+def test_speed_of_the_delta_rule():
+    names = {"fastweights": 1, "fla chunk": 2, "sdpa": 3}
+    header = ["batch x length, heads", "fastweights", "flash-linear-attention 0.6.0", "softmax attention (PyTorch)"]
+    assert rows("kernels-h200")[0]["fla-core"] == "0.6.0"
+    for line in table("README.md", header):
+        batch, length, heads, size = map(int, re.findall(r"\d+", line[0])[:4])
+        shape = [batch, length, heads, size, size]
+        measured = row("kernels-h200", part="shape", shape=shape, dtype="bfloat16")["measured"]
+        for name, column in names.items():
+            assert agrees(line[column], measured[name]["both_graph_ms"]), (line[0], name)
+
+
+def test_speed_of_a_stream():
+    kinds = {
+        "Delta Network, CUDA graph": {"model": "delta", "graph": True},
+        "Delta Network, eager": {"model": "delta", "graph": False},
+        "Transformer with its cache, eager": {"model": "transformer", "graph": False},
+    }
+    lines = table("README.md", ["", "after 256 tokens"])
+    assert [line[0] for line in lines] == list(kinds)
+    for kind, *times, state in lines:
+        for past, ms in zip((256, 4096, 65536), times, strict=True):
+            measured = row("stream-h200", past=past, **kinds[kind])
+            assert agrees(ms, measured["ms"]), (kind, past)
+        number, unit = state.split()
+        assert agrees(number, measured["state_bytes"] / {"KB": 1e3, "GB": 1e9}[unit]), kind
+
+
+def test_speed_of_training():
+    stock = {name: row("lm-stock-h200", model=name) for name in ("delta", "transformer")}
+    expected = {
+        "Delta Network, small": stock["delta"]["fast"],
+        "Transformer, small": stock["transformer"]["fast"],
+        "Transformer, small, of PyTorch's own parts, compiled": stock["transformer"]["stock"],
+        "Delta Network, medium": row("lm-medium-h200", model="delta", size="medium")["fast"],
+    }
+    ours = {model: speed for model, speed, file in table("README.md", ["model", "words/s"]) if file != "Sec. 6.3"}
+    assert ours.keys() == expected.keys()
+    for model, speed in ours.items():
+        assert agrees(speed.removesuffix(" M"), expected[model]["words_per_s"] / 1e6), model
+
+
+def test_speed_of_translation():
+    lines = table("README.md", ["source tokens", "decoding, ms a token: linear"])
+    assert [line[0] for line in lines] == ["32", "512", "4,096"]
+    for length, *cells in lines:
+        for i, attention in enumerate(("linear", "softmax")):
+            measured = row("mt-h200", attention=attention, source_length=int(length.replace(",", "")))
+            assert agrees(cells[i], measured["step_ms"]), (length, attention)
+            assert agrees(cells[2 + i], measured["train_tokens_per_s"] / 1e3), (length, attention)
+
+
+def kernel(name, dtype, way="fastweights", key="both_graph_ms"):
+    return row("kernels-h200", part="shape", name=name, dtype=dtype)["measured"][way][key]
+
+
+def perplexity(model, steps):
+    """Return the validation perplexity of a cell of `wikipedia-fast`."""
+    cells = [json.loads(path.read_text()) for path in (ROOT / "results/wikipedia-fast/cells").glob("*.json")]
+    (cell,) = [c for c in cells if c["config"]["model"] == model and c["config"]["steps"] == steps]
+    return cell["metrics"]["valid"]["ppl"]
+
+
+def agreement(model):
+    """Return by how many per cent 200 losses and the perplexity of the fast way differ at most from the plain way."""
+    (measured,) = rows(f"lm-agreement-{model}-h200")
+    losses = measured["losses"]["losses"]
+    worst = max(abs(a / b - 1) for a, b in zip(losses["fast"], losses["plain"], strict=True))
+    ways = measured["perplexity"]["ways"]
+    return 100 * worst, 100 * abs(ways["fast"]["valid"]["ppl"] / ways["plain"]["valid"]["ppl"] - 1)
+
+
+def test_numbers_in_sentences():
+    small, medium = "paper small", "paper medium"
+    sentences = {
+        "README.md": [
+            f"the first two take {kernel(small, 'float32'):.3f} and {kernel(medium, 'float32'):.3f} ms",
+            f"recurrent kernel {kernel(small, 'float32', 'fla recurrent'):.3f}",
+            f"and {kernel(medium, 'float32', 'fla recurrent'):.3f})",
+            f"the first two take {kernel(small, 'bfloat16', key='both_eager_ms'):.2f}"
+            f" and {kernel(medium, 'bfloat16', key='both_eager_ms'):.2f} ms",
+            f"attention takes {kernel(small, 'bfloat16', 'sdpa', 'both_eager_ms'):.2f}"
+            f" and {kernel(medium, 'bfloat16', 'sdpa', 'both_eager_ms'):.2f}.",
+            "(validation perplexity {:.1f}, {:.1f} and {:.1f})".format(
+                *(perplexity(model, 21_000) for model in ("transformer", "delta", "linear"))
+            ),
+        ],
+        "docs/training-speed.md": [
+            "differed by {:.2f} % and by {:.1f} to {:.1f} %".format(
+                agreement("linear")[0], agreement("delta")[1], agreement("linear")[1]
+            )
+        ],
+    }
+    for document, expected in sentences.items():
+        text = " ".join((ROOT / document).read_text().split())
+        assert [sentence for sentence in expected if sentence not in text] == []
+
+
+def test_float32_kernels_are_as_exact_as_the_readme_says():
+    checks = [r for r in rows("kernels-h200") if r["part"] == "check" and r["name"].startswith("float32")]
+    assert max(error for check in checks for error in check["errors"].values()) < 2e-6
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results" / "bench").iterdir()), ids=lambda path: path.name)
+def test_benchmarks_come_from_a_command(path):
+    assert json.loads(path.read_text())["benchmark"] in BENCHMARKS
