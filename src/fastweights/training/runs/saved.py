@@ -1,0 +1,195 @@
+"""Folders that models were trained in, read back: configuration, weights, vocabulary and corpus.
+
+    run = LanguageRun.open("runs/tiny-delta")
+    model, checkpoint = run.load("best")
+
+Reading changes nothing in the folder, which may be in training at the same time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import nn
+
+from fastweights.common.files import write_atomically
+from fastweights.data.pairs.corpus import ParallelCorpus, Tokenizer
+from fastweights.data.text.corpus import Corpus
+from fastweights.data.text.vocabulary import VOCABULARIES, Vocabulary
+from fastweights.models.language_model import LanguageModel, LanguageModelConfig
+from fastweights.models.translation import TranslationModel
+from fastweights.models.translation_config import TranslationModelConfig
+from fastweights.training.runs.checkpoint import Checkpoint, CheckpointError, load_weights
+from fastweights.training.runs.folder import RunError
+
+
+class _Config(Protocol):
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self: ...
+
+
+class _Corpus(Protocol):
+    @classmethod
+    def load(cls, folder: str | Path, *, verify: bool = False) -> Self: ...
+
+
+ConfigT = TypeVar("ConfigT", bound=_Config)
+ModelT = TypeVar("ModelT", bound=nn.Module)
+CorpusT = TypeVar("CorpusT", bound=_Corpus)
+
+
+@dataclass(frozen=True)
+class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
+    """What training left in `folder`; subclasses say for which task.
+
+    Attributes:
+        model: configuration of the model.
+        task, about: what the folder's `config.json` says of the task and of where the run was made.
+    """
+
+    folder: Path
+    model: ConfigT
+    task: dict[str, Any]
+    about: dict[str, Any]
+
+    name: ClassVar[str]
+    what: ClassVar[str]
+    command: ClassVar[str]
+    classes: ClassVar[tuple[type[Any], type[Any], type[Any]]]
+
+    @classmethod
+    def open(cls, folder: Path | str) -> Self:
+        """Read the configuration; RunError where the folder holds no run of this task."""
+        folder = Path(folder)
+        path = folder / "config.json"
+        try:
+            found = json.loads(path.read_bytes())
+            task, about = found["task"], found.get("about", {})
+            name = task["name"]
+            valid = isinstance(about, dict) and isinstance(task.get("corpus", {}), dict)
+        except OSError:
+            missing = "holds no run" if folder.is_dir() else "does not exist"
+            raise RunError(f"{folder} {missing}; `fastweights {cls.command} --out {folder}` trains one there") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(f"{path} is not the configuration of a run ({error!r})") from None
+        if name != cls.name:
+            raise RunError(f"{folder} holds a run of the task {name!r}, not of {cls.what}")
+        if not valid:
+            raise RunError(f"{path} is not the configuration of a run: it has entries of the wrong type")
+        if "model" not in task:
+            raise RunError(f"{path} cannot be used by this version: it names no model")
+        try:
+            return cls(folder, cls.classes[0].from_dict(task["model"]), task, about)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{path} cannot be used by this version: {error}") from None
+
+    def load(self, which: str = "best", device: str | torch.device = "cpu") -> tuple[ModelT, Checkpoint]:
+        """Return the model in evaluation mode, and the checkpoint that its weights are from."""
+        model = self.classes[1](self.model)
+        try:
+            checkpoint = load_weights(model, self.folder, which)
+        except CheckpointError:
+            raise
+        except RuntimeError as error:
+            raise CheckpointError(f"the weights in {self.folder} are not those of its config.json: {error}") from None
+        return model.to(device).eval(), checkpoint
+
+    def corpus(self, data: Path | str | None = None) -> CorpusT:
+        """Return the corpus it was trained on, from where it was then or from `data`."""
+        folder = Path(data) if data is not None else Path(self.about.get("data", "data"))
+        corpus: CorpusT = self.classes[2].load(folder)
+        difference = self._difference(corpus)
+        if difference is not None:
+            raise RunError(
+                f"{folder} is not what {self.folder} was trained on: {difference}; say with --data where that is"
+            )
+        return corpus
+
+    @abstractmethod
+    def _difference(self, corpus: CorpusT) -> str | None:
+        """Say in what a corpus differs from that of the training."""
+
+    def _trained_on(self, key: str) -> Any:
+        """Return what the configuration says of the corpus, None where it does not."""
+        return self.task.get("corpus", {}).get(key)
+
+    def _kept(self, file: str, key: str) -> bytes | None:
+        """Return the file beside the run, if it is still the one of the training."""
+        path = self.folder / file
+        content = path.read_bytes() if path.is_file() else b""
+        return content if hashlib.sha256(content).hexdigest() == self._trained_on(key) else None
+
+
+@dataclass(frozen=True)
+class LanguageRun(SavedRun[LanguageModelConfig, LanguageModel, Corpus]):
+    """What training left in `folder` for a `LanguageTask`."""
+
+    name = "language"
+    what = "a language model"
+    command = "train lm"
+    classes = (LanguageModelConfig, LanguageModel, Corpus)
+
+    @property
+    def segment(self) -> int:
+        """Words in a segment of training."""
+        return int(self.task["segment"])
+
+    @property
+    def documents(self) -> str:
+        """The documents at whose beginnings it forgets, a name from `data.text.documents`."""
+        return str(self.task.get("documents", "none"))
+
+    @property
+    def carried(self) -> bool:
+        """Whether the state was carried from segment to segment."""
+        return bool(self.task["context"] == "carried")
+
+    def _difference(self, corpus: Corpus) -> str | None:
+        before = self._trained_on("fingerprint")
+        return None if corpus.fingerprint == before else f"its fingerprint is {corpus.fingerprint}, not {before}"
+
+    def vocabulary(self, data: Path | str | None = None) -> Vocabulary:
+        """Return the vocabulary, from the copy in the run's folder, or from its corpus where there is none."""
+        for kind in VOCABULARIES.values() if data is None else ():
+            content = self._kept(kind.file, "vocabulary_sha256")
+            if content is not None:
+                return kind.load(content)
+        return self.corpus(data).vocabulary
+
+
+@dataclass(frozen=True)
+class TranslationRun(SavedRun[TranslationModelConfig, TranslationModel, ParallelCorpus]):
+    """What training left in `folder` for a `TranslationTask`; any corpus of the same tokenizer can be its own."""
+
+    name = "translation"
+    what = "a translation model"
+    command = "train mt"
+    classes = (TranslationModelConfig, TranslationModel, ParallelCorpus)
+
+    def _difference(self, corpus: ParallelCorpus) -> str | None:
+        same = corpus.tokenizer.sha256 == self._trained_on("tokenizer_sha256")
+        return None if same else "it has another tokenizer"
+
+    def tokenizer(self, data: Path | str | None = None) -> Tokenizer:
+        """Return the tokenizer, from the copy in the run's folder, or from its corpus where there is none."""
+        content = self._kept(Tokenizer.file, "tokenizer_sha256") if data is None else None
+        return self.corpus(data).tokenizer if content is None else Tokenizer.load(content)
+
+
+def keep_vocabulary(folder: Path, vocabulary: Vocabulary | Tokenizer, fresh: bool = False) -> None:
+    """Copy the vocabulary beside a run, which can then be used where its corpus is not.
+
+    A copy that is there already belongs to the run that is there, unless that one is about to be moved away.
+    """
+    try:
+        if fresh or not (folder / vocabulary.file).exists():
+            write_atomically(folder / vocabulary.file, vocabulary.dump())
+    except OSError as error:
+        raise RunError(f"cannot write to {folder}: {error.strerror}; choose another folder") from None
