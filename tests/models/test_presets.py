@@ -12,12 +12,13 @@ from fastweights.models.presets import (
     MIXER_CHOICES,
     PRESETS,
     RECIPES,
-    TrainingRecipe,
     medium,
     small,
     tiny,
     training_recipe,
 )
+from fastweights.training.engine.config import TrainingConfig
+from fastweights.training.tasks.language import plan
 
 
 def build(config: LanguageModelConfig) -> LanguageModel:
@@ -99,12 +100,16 @@ def test_choices():
 
 
 def test_recipes():
-    assert RECIPES["small"] == TrainingRecipe(segment=256, batch_size=96, steps=500_000, lr=2.5e-4, warmup_steps=2000)
-    recipe = training_recipe("medium")
-    assert (recipe.segment, recipe.batch_size, recipe.steps, recipe.clip) == (384, 56, 400_000, 0.25)
-    xl = training_recipe("medium", "xl")
-    assert (xl.context, xl.steps, xl.warmup_steps, xl.segment) == ("carried", 200_000, 1000, 384)
-    assert training_recipe("medium", context="carried", batch_size=7).batch_size == 7
+    small = plan(99, preset="small")
+    assert (small.task["segment"], small.task["batch_size"]) == (256, 96)
+    assert small.training == TrainingConfig(steps=500_000, lr=2.5e-4, warmup=2000, clip=0.25)
+    medium = plan(99, preset="medium")
+    assert (medium.task["segment"], medium.task["batch_size"]) == (384, 56)
+    assert (medium.training.steps, medium.training.clip) == (400_000, 0.25)
+    xl = plan(99, preset="medium", mixer="xl")
+    assert (xl.task["context"], xl.task["segment"]) == ("carried", 384)
+    assert (xl.training.steps, xl.training.warmup) == (200_000, 1000)
+    assert plan(99, preset="medium", context="carried", batch_size=7).task["batch_size"] == 7
     assert PRESETS.keys() == RECIPES.keys()
 
 
@@ -113,9 +118,10 @@ def test_small_fast_is_the_model_of_small_with_another_recipe():
         assert replace(PRESETS["small-fast"](mixer), dropout=0.1) == small(mixer)
     assert PRESETS["small-fast"](dropout=0.3).dropout == 0.3
     fast, paper = RECIPES["small-fast"], RECIPES["small"]
-    assert (fast.segment, fast.batch_size) == (paper.segment, paper.batch_size)
-    assert len({str(training_recipe("small-fast", mixer, context="limited")) for mixer in MIXER_CHOICES}) == 1
-    assert all(not recipe.training for name, recipe in RECIPES.items() if name != "small-fast")
+    assert (fast["segment"], fast["batch_size"]) == (paper["segment"], paper["batch_size"])
+    assert len({str(training_recipe("small-fast", mixer) | {"context": "limited"}) for mixer in MIXER_CHOICES}) == 1
+    schedule = {"segment", "batch_size", "steps", "lr", "warmup"}
+    assert all(recipe.keys() <= schedule for name, recipe in RECIPES.items() if name != "small-fast")
 
 
 @pytest.mark.parametrize(
@@ -170,9 +176,9 @@ def test_errors():
         training_recipe("larger")
     with pytest.raises(ValueError, match="unknown mixer 'rnn'"):
         training_recipe("small", "rnn")
-    with pytest.raises(ValueError, match="unknown field of TrainingRecipe 'batch'; did you mean 'batch_size'"):
-        training_recipe("small", batch=3)
+    with pytest.raises(ValueError, match="unknown field 'batch_sizes'; did you mean 'batch_size'"):
+        plan(99, preset="small", batch_sizes=3)
     with pytest.raises(ValueError, match="steps must be above 0, got 0"):
-        training_recipe("small", steps=0)
-    with pytest.raises(ValueError, match="warmup_steps must be from 0 to steps = 10, got 2000"):
-        training_recipe("small", steps=10)
+        plan(99, preset="small", steps=0)
+    with pytest.raises(ValueError, match="warmup must be from 0 to steps = 10, got 2000"):
+        plan(99, preset="small", steps=10, warmup=2000)

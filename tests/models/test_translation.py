@@ -5,7 +5,8 @@ import torch
 
 from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_config import ATTENTIONS, TranslationModelConfig
-from fastweights.models.translation_presets import PRESETS, RECIPES, translation_recipe
+from fastweights.models.translation_presets import PRESETS, RECIPES
+from fastweights.training.tasks.translation import plan_translation
 
 V = 13
 SIZES = {"vocab_size": V, "d_model": 8, "n_heads": 2, "d_ff": 10, "encoder_layers": 2, "decoder_layers": 2}
@@ -137,8 +138,8 @@ def test_presets_have_the_sizes_of_the_paper():
     # 6 x (4 + 8) d² + 6 x (8 + 8) d² weights, and the embeddings once; the rest are biases and LayerNorms.
     assert models["big"].n_parameters - 168 * 1024**2 - 32_000 * 1024 < 200_000
     recipe = RECIPES["big"]
-    assert (recipe.max_tokens, recipe.accumulate, recipe.label_smoothing) == (3 * 3584, 16, 0.1)
-    assert translation_recipe("base", steps=10, warmup_steps=1).steps == 10
+    assert (recipe["max_tokens"], recipe["accumulate"], recipe["label_smoothing"]) == (3 * 3584, 16, 0.1)
+    assert plan_translation(9, preset="base", steps=10, warmup=1).training.steps == 10
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)

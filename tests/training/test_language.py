@@ -143,7 +143,7 @@ def test_what_is_not_given_follows_from_what_is(corpus):
 
 
 def test_a_recipe_can_have_any_field_of_training(monkeypatch):
-    recipe = replace(RECIPES["tiny"], training={"schedule": "linear", "optimizer": "muon", "muon_lr": 0.03})
+    recipe = {**RECIPES["tiny"], "schedule": "linear", "optimizer": "muon", "muon_lr": 0.03}
     monkeypatch.setitem(RECIPES, "tiny", recipe)
     taken = plan(30, preset="tiny").training
     assert (taken.schedule, taken.optimizer, taken.muon_lr) == ("linear", "muon", 0.03)
@@ -190,7 +190,7 @@ def test_describes_itself_for_json(corpus):
         ("delta", {"batch_size": 10_000}, "the train text of .* take a batch of at most"),
         ("delta", {"eval_batch": 10_000}, "the valid text of .* take a batch of at most"),
         ("delta", {"segment": 0}, "segment must be above 0"),
-        ("delta", {"steps": 5, "warmup": 6}, "warmup_steps must be from 0 to steps = 5"),
+        ("delta", {"steps": 5, "warmup": 6}, "warmup must be from 0 to steps = 5"),
         ("delta", {"mem_len": 5}, "does nothing with mixer 'fast_weight'"),
         ("transformer", {"context": "carried"}, "cannot be carried"),
         ("transformer", {"rule": "sum"}, "does nothing with mixer 'transformer'"),

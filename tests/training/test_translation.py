@@ -153,7 +153,7 @@ def test_what_is_not_given_follows_from_what_is(corpus):
     assert (config.warmup, config.schedule, config.betas) == (5, "cosine", (0.9, 0.98))
     assert task.model.vocab_size == len(corpus.tokenizer) and task.score == ("bleu", True)
     big = plan_translation(100, preset="big", attention="performer", features=128)
-    assert (big.training.accumulate, big.training.warmup, big.recipe.max_tokens) == (16, 4000, 10_752)
+    assert (big.training.accumulate, big.training.warmup, big.task["max_tokens"]) == (16, 4000, 10_752)
     assert big.training.schedule == "inverse_sqrt" and big.training.eps == 1e-9
     assert learning_rate(big.training, 16_000) == pytest.approx(5e-4 / 2)
     assert big.model.attentions == ("performer",) * 3 and big.model.d_dot("performer") == 256
@@ -188,7 +188,7 @@ def test_describes_itself_for_json(corpus):
         ({"max_length": 1}, "the train pairs of .* no pair"),
         ({"label_smoothing": 1.0}, "label_smoothing must be"),
         ({"bleu_beam": 0}, "bleu_beam at least 1"),
-        ({"steps": 5, "warmup": 6}, "warmup_steps must be from 0 to steps = 5"),
+        ({"steps": 5, "warmup": 6}, "warmup must be from 0 to steps = 5"),
     ],
 )
 def test_what_cannot_work_is_refused(corpus, settings, message):

@@ -105,7 +105,7 @@ def zipf(words: int, count: int) -> Tensor:
 def random_corpus(size: str) -> Corpus:
     """A corpus of `zipf` words for a preset, long enough for every update of the benchmark."""
     recipe, words = RECIPES[size], PRESETS[size]().vocab_size
-    streams = [TokenStream(zipf(words, n * recipe.batch_size * recipe.segment)) for n in (64, 2, 2)]
+    streams = [TokenStream(zipf(words, n * recipe["batch_size"] * recipe["segment"])) for n in (64, 2, 2)]
     manifest = {"name": "zipf", "vocabulary": {"sha256": ""}, "splits": {}}
     return Corpus(Path("zipf"), manifest, WordVocabulary([f"w{n}" for n in range(words)]), *streams)
 

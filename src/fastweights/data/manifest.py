@@ -81,7 +81,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest
 
 
-_ENTRIES = {"kind": str, "name": str, "byteorder": str, "dtype": str}
+_ENTRIES: dict[str, type] = {"kind": str, "name": str, "byteorder": str, "dtype": str}
 _ENTRIES |= {"options": dict, "source": dict, "vocabulary": dict, "splits": dict}
 
 

@@ -164,9 +164,9 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
         if row.wide:
             wide = {"m": found.model.d_model // found.model.n_heads}
             found = plan(corpus["words"], **{"feature_map_options": wide, **choice})
-        if found.documents != "none":
+        task = found.task
+        if task["documents"] != "none":
             check_forgets(found.model)
-        recipe = found.recipe
         settled = TrainingConfig.free() - {"eval_every"}
         training = {name: value for name, value in found.training.describe().items() if name not in settled}
         return {
@@ -178,16 +178,16 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
             "corpus": dict(corpus),
             "set": dict(set),
             "steps": training["steps"],
-            "segment": recipe.segment,
-            "batch_size": recipe.batch_size,
-            "eval_batch": found.eval_batch,
-            "context": recipe.context,
+            "segment": task["segment"],
+            "batch_size": task["batch_size"],
+            "eval_batch": task["eval_batch"],
+            "context": task["context"],
             "excerpt": at.excerpt,
             "network": storable(found.model.to_dict()),
             "training": storable(training),
-            "evaluations": _evaluations(at, found.model.mixer, recipe.context),
-            **({} if found.documents == "none" else {"documents": found.documents}),
-            **({} if recipe.order == "stream" else {"order": recipe.order}),
+            "evaluations": _evaluations(at, found.model.mixer, task["context"]),
+            **({} if task["documents"] == "none" else {"documents": task["documents"]}),
+            **({} if task["order"] == "stream" else {"order": task["order"]}),
         }
 
     return configure

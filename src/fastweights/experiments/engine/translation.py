@@ -144,7 +144,6 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
         found = plan_translation(corpus["pieces"], **{**row.choice(d_key), **shared})
         settled = TrainingConfig.free() - {"eval_every"}
         training = {name: value for name, value in found.training.describe().items() if name not in settled}
-        batches = {name: getattr(found.recipe, name) for name in ("max_tokens", "max_length", "label_smoothing")}
         return {
             "scale": scale,
             "model": model,
@@ -156,7 +155,7 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
             "steps": training["steps"],
             "d_dot": found.model.d_dot(row.attention),
             "network": storable(found.model.to_dict()),
-            "batches": storable({**batches, **found.task}),
+            "batches": storable(found.task),
             "training": storable(training),
             "decoding": {"beam": at.beam, "length_penalty": at.length_penalty, "sentences": at.sentences},
         }

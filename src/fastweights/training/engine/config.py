@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, get_type_hints
+from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 from fastweights.common.tables import look_up
 
@@ -191,3 +191,43 @@ class Fields:
                 look_up(dict.fromkeys(_CHOICES[name]), value, name)
         parts = [{n: v for n, v in settings.items() if n in part} for part in (self.model, self.task, self.training)]
         return parts[0], parts[1], parts[2]
+
+
+ModelConfig = TypeVar("ModelConfig")
+
+
+class Plan(NamedTuple, Generic[ModelConfig]):
+    """Everything that decides a training but the data: the model, the task's arguments and the configuration."""
+
+    model: ModelConfig
+    task: dict[str, Any]
+    training: TrainingConfig
+
+
+def plan_training(
+    recipe: Mapping[str, Any], changes: Mapping[str, Any], *, eval_every: int, log_every: int
+) -> TrainingConfig:
+    """Make the configuration of a preset's recipe with some settings changed.
+
+    With other `steps` than the recipe's the warm-up is at most a tenth of them. There are at least ten validations and
+    fifty lines of log, whatever their usual intervals are. What would do nothing beside the changes is dropped from the
+    recipe: the rate of an optimiser goes with it.
+    """
+    idle = TrainingConfig.idle({**recipe, **changes})
+    settings = {**{name: value for name, value in recipe.items() if name not in idle}, **changes}
+    steps = settings["steps"]
+    check_positive({"lr": TrainingConfig.lr, **settings}, "steps", "lr")
+    if "warmup" not in changes:
+        usual = recipe.get("warmup", TrainingConfig.warmup)
+        settings["warmup"] = usual if steps == recipe["steps"] else min(usual, steps // 10)
+    if not 0 <= settings["warmup"] <= steps:
+        raise ValueError(f"warmup must be from 0 to steps = {steps}, got {settings['warmup']}")
+    intervals = {"eval_every": min(eval_every, max(1, steps // 10)), "log_every": min(log_every, max(1, steps // 50))}
+    return TrainingConfig(**{**intervals, **settings})
+
+
+def check_positive(settings: Mapping[str, Any], *names: str) -> None:
+    """Refuse numbers of 0 and below."""
+    for name in names:
+        if settings[name] <= 0:
+            raise ValueError(f"{name} must be above 0, got {settings[name]}")

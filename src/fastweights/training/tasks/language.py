@@ -8,7 +8,7 @@ train(task, config, "runs/tiny-delta")
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +17,8 @@ from fastweights.common.tables import look_up
 from fastweights.data.text.corpus import Corpus, Segment, Segments, ShuffledSegments
 from fastweights.data.text.documents import DOCUMENTS, mark_documents
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState, check_forgets
-from fastweights.models.presets import MIXER_CHOICES, PRESETS, TrainingRecipe, check_reading, training_recipe
-from fastweights.training.engine.config import Fields, TrainingConfig
+from fastweights.models.presets import CONTEXTS, MIXER_CHOICES, PRESETS, training_recipe
+from fastweights.training.engine.config import Fields, Plan, TrainingConfig, check_positive, plan_training
 from fastweights.training.engine.task import Outcome, Task
 from fastweights.training.tasks.evaluate import EVAL_BATCH, Protocol, check_carried, measure
 
@@ -26,6 +26,19 @@ from fastweights.training.tasks.evaluate import EVAL_BATCH, Protocol, check_carr
 _DECIDED = {"vocab_size": "follows from the corpus", "mixer": "has its own option", "rule": "has its own option"}
 _READING = {"segment": int, "batch_size": int, "eval_batch": int, "documents": str, "order": str}
 FIELDS = Fields(LanguageModelConfig, _READING, _DECIDED)
+ORDERS = ("stream", "shuffled")
+_USUAL = {"context": "limited", "order": "stream", "documents": "none", "eval_batch": EVAL_BATCH}
+
+
+def check_reading(context: str, order: str) -> None:
+    """Refuse ways of reading a text that there are not."""
+    look_up(dict.fromkeys(CONTEXTS), context, "context")
+    look_up(dict.fromkeys(ORDERS), order, "order")
+    if (context, order) == ("carried", "shuffled"):
+        raise ValueError(
+            "context 'carried' goes on from the segment before, and order 'shuffled' leaves none; take order 'stream', "
+            "or models of limited context alone"
+        )
 
 
 class LanguageTask(Task):
@@ -150,16 +163,6 @@ class LanguageTask(Task):
         }
 
 
-class Plan(NamedTuple):
-    """Everything that decides a training run but the text: the model, how the text is cut, and the schedule."""
-
-    model: LanguageModelConfig
-    recipe: TrainingRecipe
-    eval_batch: int
-    documents: str
-    training: TrainingConfig
-
-
 def plan(
     words: int,
     *,
@@ -168,60 +171,28 @@ def plan(
     rule: str | None = None,
     context: str | None = None,
     **settings: Any,
-) -> Plan:
-    """A preset of `models.presets` for a vocabulary, with any field of model, task or `TrainingConfig` changed by name.
+) -> Plan[LanguageModelConfig]:
+    """Take a preset of `models.presets` for a vocabulary, with any field of model, task or training changed by name.
 
-    What is not given follows from what is: a run with other `steps` than the preset's has at most a tenth of them as
-    warm-up, Transformer-XL remembers as many words as a segment has, and random features stand still where a state is
-    carried.
+    What is not given follows from what is: see `plan_training`; also Transformer-XL remembers as many words as a
+    segment has, and random features stand still where a state is carried.
     """
     look_up(PRESETS, preset, "preset")
-    look_up(MIXER_CHOICES, mixer, "mixer")
     model, task, training = FIELDS.sort(settings)
-    given = {"context": context, "segment": task.get("segment"), "batch_size": task.get("batch_size")}
-    given |= {"order": task.get("order")}
-    given |= {"steps": training.get("steps"), "lr": training.get("lr"), "warmup_steps": training.pop("warmup", None)}
-    overrides = {name: value for name, value in given.items() if value is not None}
-    recipe = _recipe(preset, mixer, overrides)
-    if mixer == "xl" and "segment" in overrides:
-        model.setdefault("mem_len", recipe.segment)
-    if recipe.context == "carried" and model.get("feature_map", MIXER_CHOICES[mixer].feature_map) == "favor":
+    recipe = training_recipe(preset, mixer)
+    usual = {name: recipe.pop(name) for name in ("context", *FIELDS.task) if name in recipe}
+    if mixer == "xl" and "segment" in task:
+        model.setdefault("mem_len", task["segment"])
+    task = {**_USUAL, **usual, **task, **({} if context is None else {"context": context})}
+    check_reading(task["context"], task["order"])
+    check_positive(task, "segment", "batch_size")
+    if task["context"] == "carried" and model.get("feature_map", MIXER_CHOICES[mixer].feature_map) == "favor":
         model["feature_map_options"] = {"redraw": False, **model.get("feature_map_options", {})}
-    config = PRESETS[preset](mixer, rule=rule, context=recipe.context, vocab_size=words, **model)
-    # Ten validations and fifty lines of log, where the authors' intervals would give fewer.
-    defaults: dict[str, Any] = {
-        "eval_every": min(4000, max(1, recipe.steps // 10)),
-        "log_every": min(200, max(1, recipe.steps // 50)),
-        "clip": recipe.clip,
-    }
-    schedule = {"steps": recipe.steps, "lr": recipe.lr, "warmup": recipe.warmup_steps}
-    # Of the recipe only what still does something: the rate of an optimiser goes with it.
-    idle = TrainingConfig.idle({**recipe.training, **training})
-    usual = {name: value for name, value in recipe.training.items() if name not in idle}
-    training = {**defaults, **usual, **training, **schedule}
-    eval_batch, documents = task.get("eval_batch", EVAL_BATCH), task.get("documents", "none")
-    return Plan(config, recipe, eval_batch, documents, TrainingConfig(**training))
+    config = PRESETS[preset](mixer, rule=rule, context=task["context"], vocab_size=words, **model)
+    return Plan(config, task, plan_training(recipe, training, eval_every=4000, log_every=200))
 
 
 def assemble(corpus: Corpus, **choice: Any) -> tuple[LanguageTask, TrainingConfig]:
-    """What `plan` makes of the arguments, on a corpus."""
-    made = plan(len(corpus.vocabulary), **choice)
-    task = LanguageTask(
-        made.model,
-        corpus,
-        segment=made.recipe.segment,
-        batch_size=made.recipe.batch_size,
-        context=made.recipe.context,
-        eval_batch=made.eval_batch,
-        documents=made.documents,
-        order=made.recipe.order,
-        seed=made.training.seed,
-    )
-    return task, made.training
-
-
-def _recipe(preset: str, mixer: str, overrides: dict[str, Any]) -> TrainingRecipe:
-    usual = training_recipe(preset, mixer)
-    if 1 <= overrides.get("steps", usual.steps) != usual.steps and "warmup_steps" not in overrides:
-        overrides = {**overrides, "warmup_steps": min(usual.warmup_steps, overrides["steps"] // 10)}
-    return training_recipe(preset, mixer, **overrides)
+    """Make the task and the configuration that `plan` chooses for a corpus."""
+    model, task, training = plan(len(corpus.vocabulary), **choice)
+    return LanguageTask(model, corpus, seed=training.seed, **task), training

@@ -7,7 +7,7 @@ train(task, config, "runs/base-dpfp")
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +18,8 @@ from fastweights.data.pairs.corpus import PairBatch, ParallelCorpus
 from fastweights.inference.translate import translate
 from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_config import ATTENTIONS, POSITIONS, TranslationModelConfig
-from fastweights.models.translation_presets import PRESETS, TranslationRecipe, translation_recipe
-from fastweights.training.engine.config import Fields, TrainingConfig
+from fastweights.models.translation_presets import PRESETS, RECIPES
+from fastweights.training.engine.config import Fields, Plan, TrainingConfig, check_positive, plan_training
 from fastweights.training.engine.task import Outcome, Score, Task
 from fastweights.training.tasks.bleu import Bleu, bleu, require_sacrebleu
 
@@ -161,58 +161,28 @@ class TranslationTask(Task):
         }
 
 
-class TranslationPlan(NamedTuple):
-    """Everything that decides a training run but the pairs."""
-
-    model: TranslationModelConfig
-    recipe: TranslationRecipe
-    task: dict[str, Any]
-    training: TrainingConfig
-
-
 def plan_translation(
     tokens: int, *, preset: str = "base", attention: str = "softmax", **settings: Any
-) -> TranslationPlan:
-    """A preset of `models.translation_presets` for a vocabulary, with any field of model, task or training by name.
+) -> Plan[TranslationModelConfig]:
+    """Take a preset of `models.translation_presets` for a vocabulary; any field of model, task or training by name.
 
-    What is not given follows from what is: a run with other `steps` than the preset's has at most a tenth of them as
-    warm-up, and one with fewer than a tenth of the preset's keeps the Performer's features as they were first drawn: so
-    few updates are too few to learn from features that change with each of them.
+    The same attention is in all three positions, unless `encoder`, `decoder` or `cross` say otherwise. What is not
+    given follows from what is: see `plan_training`; also a run with fewer than a tenth of the preset's steps keeps the
+    Performer's features as first drawn: so few updates are too few to learn from features that change with each.
     """
-    look_up(PRESETS, preset, "preset")
+    recipe = dict(look_up(RECIPES, preset, "preset"))
     look_up(ATTENTIONS, attention, "attention")
     model, task, training = FIELDS.sort(settings)
-    names = {"steps": "steps", "lr": "lr", "warmup": "warmup_steps", "accumulate": "accumulate"}
-    overrides = {own: training.pop(name) for name, own in names.items() if name in training}
-    overrides |= {name: task.pop(name) for name in ("max_tokens", "max_length", "label_smoothing") if name in task}
-    usual = translation_recipe(preset)
-    if 1 <= overrides.get("steps", usual.steps) != usual.steps and "warmup_steps" not in overrides:
-        overrides["warmup_steps"] = min(usual.warmup_steps, overrides["steps"] // 10)
-    recipe = translation_recipe(preset, **overrides)
-    defaults: dict[str, Any] = {
-        "schedule": recipe.schedule,
-        "betas": (0.9, 0.98),
-        "eps": 1e-9,
-        "clip": recipe.clip,
-        # Ten validations and fifty lines of log, at least.
-        "eval_every": min(2000, max(1, recipe.steps // 10)),
-        "log_every": min(100, max(1, recipe.steps // 50)),
-    }
-    schedule = {"steps": recipe.steps, "lr": recipe.lr, "warmup": recipe.warmup_steps, "accumulate": recipe.accumulate}
-    task = {"bleu_sentences": BLEU_SENTENCES, "bleu_beam": BLEU_BEAM, **task}
-    if recipe.steps < usual.steps // 10 and "performer" in {model.get(place, attention) for place in POSITIONS}:
+    usual = {name: recipe.pop(name) for name in FIELDS.task if name in recipe}
+    task = {**usual, "bleu_sentences": BLEU_SENTENCES, "bleu_beam": BLEU_BEAM, **task}
+    check_positive(task, "max_tokens", "max_length")
+    config = plan_training(recipe, training, eval_every=2000, log_every=100)
+    if config.steps < recipe["steps"] // 10 and "performer" in {model.get(place, attention) for place in POSITIONS}:
         model = {"redraw": False, **model}
-    config = PRESETS[preset](attention, vocab_size=tokens, **model)
-    return TranslationPlan(config, recipe, task, TrainingConfig(**{**defaults, **training, **schedule}))
+    return Plan(PRESETS[preset](attention, vocab_size=tokens, **model), task, config)
 
 
-def assemble_translation(
-    corpus: ParallelCorpus, *, preset: str = "base", attention: str = "softmax", **settings: Any
-) -> tuple[TranslationTask, TrainingConfig]:
-    """What `plan_translation` makes of the arguments, on a corpus: the same attention in all three positions, unless
-    `encoder`, `decoder` or `cross` say otherwise."""
-    model, recipe, task, training = plan_translation(
-        len(corpus.tokenizer), preset=preset, attention=attention, **settings
-    )
-    batches = {name: getattr(recipe, name) for name in ("max_tokens", "max_length", "label_smoothing")}
-    return TranslationTask(model, corpus, seed=training.seed, **batches, **task), training
+def assemble_translation(corpus: ParallelCorpus, **choice: Any) -> tuple[TranslationTask, TrainingConfig]:
+    """Make the task and the configuration that `plan_translation` chooses for a corpus."""
+    model, task, training = plan_translation(len(corpus.tokenizer), **choice)
+    return TranslationTask(model, corpus, seed=training.seed, **task), training
