@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fastweights.benchmarks import kernel_checks, kernels, record
 from fastweights.benchmarks.first_call import first_calls
-from fastweights.benchmarks.kernel_rivals import RIVALS, Apart, rivals
+from fastweights.benchmarks.kernel_rivals import RIVALS, SeparateProcess, rivals
 from fastweights.commands import info
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.gpu.memory.kinds import Kind
@@ -112,7 +112,7 @@ def _kernel(x):
 
 
 def _tune():
-    """As a library that tunes itself and keeps what it found; in a process apart."""
+    """As a library that tunes itself and keeps what it found; in a separate process."""
     if not _tuned:
         _tuned.append(triton.autotune([triton.Config({}), triton.Config({}, num_warps=2)], key=[])(_kernel))
     kept, _tuned[0].cache[()] = len(_tuned[0].cache), _tuned[0].configs[0]
@@ -127,22 +127,22 @@ def _fail():
     raise RuntimeError("an illegal memory access was encountered")
 
 
-def test_what_crashes_or_hangs_in_a_process_apart_is_recorded_and_the_next_runs():
-    apart = Apart()
+def test_what_crashes_or_hangs_in_a_separate_process_is_recorded_and_the_next_runs():
+    separate = SeparateProcess()
     try:
-        first, again = apart(_tune), apart(_tune)
+        first, again = separate(_tune), separate(_tune)
         assert first["process"] == again["process"] != os.getpid()
         # Tuned for one size, it is tuned anew for the next, and nothing stays on disk.
         assert first["kept"] == again["kept"] == 0
         assert first["results"] == "0"
-        assert apart(_fail) == {"failure": "RuntimeError: an illegal memory access was encountered"}
-        assert "terminated abruptly" in apart(_end)["failure"]
-        apart.limit_s = 0.1
-        assert apart(time.sleep, 60) == {"failure": "TimeoutError"}
-        apart.limit_s = 60
-        assert apart(_tune)["process"] != first["process"]
+        assert separate(_fail) == {"failure": "RuntimeError: an illegal memory access was encountered"}
+        assert "terminated abruptly" in separate(_end)["failure"]
+        separate.limit_s = 0.1
+        assert separate(time.sleep, 60) == {"failure": "TimeoutError"}
+        separate.limit_s = 60
+        assert separate(_tune)["process"] != first["process"]
     finally:
-        apart.close()
+        separate.close()
 
 
 @without_gpu

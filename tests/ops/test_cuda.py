@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastweights.benchmarks import kernel_checks, kernel_forms
+from fastweights.benchmarks import kernel_checks, kernel_layers
 from fastweights.ops import self_check
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory.self_check import SOURCE
@@ -206,10 +206,10 @@ def test_cuda_graph():
 
 @pytest.mark.parametrize("dtype", FUSED, ids=str)
 @pytest.mark.parametrize("nu", [0, 1, 2, 3])
-@pytest.mark.parametrize("heads", kernel_forms.HEADS)
+@pytest.mark.parametrize("heads", kernel_layers.HEADS)
 def test_feature_maps_inside(heads, nu, dtype):
     features = Features.named("dpfp" if nu else "elu", nu, sum=True, logits=True)
-    assert kernel_forms.fused_error(heads, dtype, features) < LIMITS[dtype]
+    assert kernel_layers.fused_error(heads, dtype, features) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dtype", FUSED, ids=str)

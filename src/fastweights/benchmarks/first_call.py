@@ -1,8 +1,8 @@
 """How long the first call of a shape takes where nothing was compiled or checked before.
 
 Each number is from a process of its own, with caches of its own that start empty. They get ready side by side (torch,
-the GPU's context, inputs) and then make their call one after the other: compiling takes every core it can get.
-Python modules come as bytecode, as they do where packages were installed by pip: one more process makes it before.
+the GPU's context, inputs) and then make their call one after the other, as compiling takes every core it can get.
+One more process before them compiles the Python modules to bytecode, which pip does when it installs a package.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from fastweights.benchmarks.gpu_timing import short
 from fastweights.benchmarks.kernel_rivals import DTYPES, Shape, inputs, memory
+from fastweights.benchmarks.timing import in_one_line
 from fastweights.ops.self_check import ENVIRONMENT
 
 LIMIT_S = 60.0
-# Of the process that makes the bytecode, which imports everything without it.
+# For the process that makes the bytecode, which imports everything without it.
 SLOW_LIMIT_S = 180.0
-# What a way does to the environment; and one more, `from disk`, is `checked` once again with what that left.
+# What each way adds to the environment. A third one, "from disk", is "checked" again with the caches it left.
 WAYS: dict[str, dict[str, str]] = {"checked": {}, "unchecked": {ENVIRONMENT: "0"}}
 
 
 def first_calls(shapes: dict[str, Shape], dtype: str) -> Iterator[dict[str, Any]]:
-    """For each shape the seconds of a forward and backward pass: with the self-check, without it, and once more."""
+    """Time a forward and backward pass at each shape: with the self-check, again from its caches, and without it."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         bytecode = f"{folder}/bytecode"
-        before = _start(next(iter(shapes.values())), dtype, f"{folder}/before", bytecode, {})
+        before = _launch(next(iter(shapes.values())), dtype, f"{folder}/before", bytecode, {})
         try:
-            made = _go(before, SLOW_LIMIT_S)
+            made = _let_call(before, SLOW_LIMIT_S)
         finally:
             before.kill()
             before.wait()
         waiting = [
-            (name, way, _start(shape, dtype, f"{folder}/{index}-{cache}", bytecode, WAYS.get(way, {})))
+            (name, way, _launch(shape, dtype, f"{folder}/{index}-{cache}", bytecode, WAYS.get(way, {})))
             for index, (name, shape) in enumerate(shapes.items())
             for way, cache in (("checked", "checked"), ("from disk", "checked"), ("unchecked", "unchecked"))
         ]
@@ -53,7 +53,7 @@ def first_calls(shapes: dict[str, Shape], dtype: str) -> Iterator[dict[str, Any]
                 process.stdout.readline()
             for name, way, process in waiting:
                 rows[name][way] = {"without bytecode": made["failure"]} if "failure" in made else {}
-                rows[name][way] |= _go(process, LIMIT_S)
+                rows[name][way] |= _let_call(process, LIMIT_S)
         finally:
             for _, _, process in waiting:
                 process.kill()
@@ -61,7 +61,7 @@ def first_calls(shapes: dict[str, Shape], dtype: str) -> Iterator[dict[str, Any]
         yield from rows.values()
 
 
-def _start(shape: Shape, dtype: str, cache: str, bytecode: str, more: dict[str, str]) -> subprocess.Popen[str]:
+def _launch(shape: Shape, dtype: str, cache: str, bytecode: str, more: dict[str, str]) -> subprocess.Popen[str]:
     environment = {**os.environ, "TRITON_CACHE_DIR": f"{cache}/triton", "XDG_CACHE_HOME": f"{cache}/home", **more}
     environment |= {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, "-m", "fastweights.benchmarks.first_call", dtype, *map(str, shape)]
@@ -69,20 +69,20 @@ def _start(shape: Shape, dtype: str, cache: str, bytecode: str, more: dict[str, 
     return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-def _go(process: subprocess.Popen[str], limit_s: float) -> dict[str, Any]:
-    """Let a process that waits make its call."""
+def _let_call(process: subprocess.Popen[str], limit_s: float) -> dict[str, Any]:
+    """Let a waiting process make its call, and return what it measured."""
     try:
         out, complaint = process.communicate("go\n", limit_s)
         if process.returncode:
             return {"failure": complaint.strip().splitlines()[-1][:160] if complaint.strip() else "it ended"}
-        found: dict[str, Any] = json.loads(out.splitlines()[-1])
-        return found
+        seconds: dict[str, Any] = json.loads(out.splitlines()[-1])
+        return seconds
     except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
-        return {"failure": short(error)}
+        return {"failure": in_one_line(error)}
 
 
 def _call(dtype: str, shape: Shape) -> None:
-    """In a process of its own: wait for a line, then time the first call and the second."""
+    """Wait for a line on stdin, then time the first call and the second, in a process of its own."""
     leaves = [x.requires_grad_() for x in inputs(shape, DTYPES[dtype])]
     dy = torch.randn_like(leaves[2])
     torch.cuda.synchronize()
@@ -98,12 +98,6 @@ def _call(dtype: str, shape: Shape) -> None:
     print(json.dumps({"first_s": seconds[0], "second_s": seconds[1]}))
 
 
-def main(arguments: Sequence[str]) -> None:
-    """`dtype B T H D M`."""
-    dtype, *sizes = arguments
-    B, T, H, D, M = map(int, sizes)
-    _call(dtype, (B, T, H, D, M))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    B, T, H, D, M = map(int, sys.argv[2:])
+    _call(sys.argv[1], (B, T, H, D, M))

@@ -1,4 +1,4 @@
-"""What `bench kernels` wants to know before it believes a time: is every configuration right, on this GPU?"""
+"""The checks of `bench kernels` before anything is timed: is every configuration right on this GPU?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fastweights as fw
-from fastweights.benchmarks.gpu_timing import short
+from fastweights.benchmarks.timing import capture, in_one_line, relative_errors
 from fastweights.ops import family
 from fastweights.ops.gpu.memory.kinds import AnyKind, Kind
 from fastweights.ops.gpu.memory.self_check import check_of, shipped
@@ -26,7 +26,7 @@ HEADS = 2
 
 
 def every_kind() -> Iterator[AnyKind]:
-    """What is shipped (groups, packed sequences, maps and steps too), then every row of the table with every rule."""
+    """Yield what is shipped (groups, packed sequences, maps, steps too), then each row of the table with each rule."""
     x = torch.zeros(1, 2, 1, 1)
     seen = set()
     for dtype, D, M, config in plain_rows():
@@ -44,7 +44,7 @@ def every_kind() -> Iterator[AnyKind]:
 def check_kinds(
     kinds: Sequence[AnyKind], workers: int, heads: Sequence[int] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Each kind's errors against float64 and whether it is right, by `workers` processes that compile side by side.
+    """Return each kind's errors against float64 and whether it is right, by `workers` processes that compile at once.
 
     A kind that takes the GPU's context down takes its process with it; what that process had left is done by others.
     """
@@ -70,7 +70,7 @@ _crashed = False
 
 
 def _check(job: tuple[AnyKind, int]) -> dict[str, Any] | None:
-    """In a process of the pool; None from one whose GPU context is gone."""
+    """Check one kind in a process of the pool; None from one whose GPU context is gone."""
     global _crashed
     kind, heads = job
     if _crashed:
@@ -80,12 +80,12 @@ def _check(job: tuple[AnyKind, int]) -> dict[str, Any] | None:
         verdict = check.run(torch.device("cuda", 0))
     except Exception as error:
         _crashed = True
-        return {"right": False, "failure": short(error)}
+        return {"right": False, "failure": in_one_line(error)}
     return {"right": check.reason(verdict) is None, "errors": verdict.errors, "failure": verdict.failure}
 
 
 def layer_in_a_graph(**options: Any) -> dict[str, Any]:
-    """A whole layer in bfloat16, forward and backward, replayed from a CUDA graph with new inputs, and eager."""
+    """Compare a whole layer in bfloat16, forward and backward, from a CUDA graph with new inputs and eager."""
     torch.manual_seed(0)
     dtype = torch.bfloat16
     layer = fw.FastWeightAttention(128, 8, 16, **options).to("cuda", dtype)
@@ -93,25 +93,20 @@ def layer_in_a_graph(**options: Any) -> dict[str, Any]:
     dy = torch.randn_like(x)
     wanted = [x, *layer.parameters()]
 
-    def step() -> list[Tensor]:
-        y, state = layer(x)
-        return [y, state.W, *torch.autograd.grad(y, wanted, dy)]
+    outputs: list[Tensor] = []
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        outputs = step()
+    def step() -> None:
+        y, state = layer(x)
+        outputs[:] = [y, state.W, *torch.autograd.grad(y, wanted, dy)]
+
+    graph = capture(step)
     with torch.no_grad():
         x.copy_(torch.randn_like(x))
         dy.copy_(torch.randn_like(dy))
     graph.replay()
     torch.cuda.synchronize()
     replayed = [output.clone() for output in outputs]
-    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(replayed, step(), strict=True)]
-    equal = all(torch.equal(a, b) for a, b in zip(replayed, step(), strict=True))
+    step()
+    errors = relative_errors(replayed, outputs)
+    equal = all(torch.equal(a, b) for a, b in zip(replayed, outputs, strict=True))
     return {"right": max(errors) < 1e-2, "equal": equal, "worst": max(errors)}

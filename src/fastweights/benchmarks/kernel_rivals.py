@@ -1,4 +1,4 @@
-"""Who else computes what `bench kernels` times, and a process of its own for those that may take the GPU down."""
+"""The rivals that `bench kernels` times, and a separate process for those that may take the GPU down."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 import fastweights as fw
-from fastweights.benchmarks.gpu_timing import Forward, measure, short
+from fastweights.benchmarks.timing import Forward, in_one_line, measure
 
 Shape = tuple[int, int, int, int, int]
 
 RIVALS = ("sdpa", "chunked", "fla")
 SEED = 0
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# A measurement in a process of its own may take so long, tuning included.
+# The time limit of a measurement in a separate process, tuning included.
 LIMIT_S = 90.0
 
 
 def inputs(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, keys of length 1, v, and beta in float32."""
+    """Return q, keys of length 1, v, and beta in float32."""
     B, T, H, D, M = shape
     generator = torch.Generator("cuda").manual_seed(SEED)
     q, k, v = (torch.randn(B, T, H, n, device="cuda", generator=generator) for n in (D, D, M))
@@ -37,12 +37,12 @@ def inputs(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def memory(backend: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """The library's own call."""
+    """Call the library with that backend."""
     return fw.fast_weight_memory(q, k, v, beta=beta, backend=backend)[0]
 
 
 def rivals(shape: Shape, dtype: str, which: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], tuple[Forward, Any]]]]:
-    """Name of each that can take the shape, and a function that makes its forward pass and its leaves."""
+    """Yield the name of each rival that takes the shape, and a function that makes its forward pass and leaves."""
     _, T, _, D, M = shape
 
     def on(function: Callable[..., Tensor], cast_gate: bool = False) -> Callable[[], tuple[Forward, Any]]:
@@ -62,15 +62,20 @@ def rivals(shape: Shape, dtype: str, which: tuple[str, ...]) -> Iterator[tuple[s
     if "sdpa" in which and dtype != "float32":
         yield "sdpa", lambda: _attention(shape, DTYPES[dtype])
     # fla reads past its arrays where D and M differ.
-    if "fla" in which and find_spec("fla") is not None and D == M:
+    if "fla" in which and has_fla() and D == M:
         if dtype != "float32":
             yield "fla chunk", on(_fla("chunk_delta_rule"), cast_gate=True)
         if T <= 2048:
             yield "fla recurrent", on(_fla("fused_recurrent_delta_rule"), cast_gate=True)
 
 
+def has_fla() -> bool:
+    """Tell whether there is fla to compare with."""
+    return find_spec("fla") is not None
+
+
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """For these sizes alone, as if no others had been compiled before: else they would become variables."""
+    """Compile for these sizes alone, as if no others had been compiled before: else they would become variables."""
     torch.compiler.reset()
     return torch.compile(function, dynamic=False)
 
@@ -86,43 +91,43 @@ def _fla(name: str) -> Callable[..., Tensor]:
 
 
 def _attention(shape: Shape, dtype: torch.dtype) -> tuple[Forward, Any]:
-    """Causal softmax attention with heads of D, laid out as it likes them."""
+    """Make causal softmax attention with heads of D, in the layout that suits it."""
     B, T, H, D, _ = shape
     q, k, v = (torch.randn(B, H, T, D, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v)
 
 
 def measure_rival(shape: Shape, dtype: str, name: str, budget_ms: float) -> dict[str, Any]:
-    """The times of one of them, found by its name: what a process apart is asked for."""
+    """Time the rival of that name: what a separate process is asked for."""
     try:
         return measure(dict(rivals(shape, dtype, RIVALS))[name], budget_ms)
     finally:
         torch.cuda.empty_cache()
 
 
-class Apart:
-    """A process of its own, for what may crash the GPU's context or never end; a new one after each failure."""
+class SeparateProcess:
+    """A process for what may crash the GPU's context or never end; a new one after each failure."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self.limit_s = limit_s
         self.pool: ProcessPoolExecutor | None = None
 
     def begin(self, function: Callable[..., dict[str, Any]] = dict, *arguments: Any) -> Future[dict[str, Any]]:
-        """Have it there some time; the first time that includes loading torch."""
+        """Start a call there without waiting for it; the first one also starts the process and loads torch."""
         if self.pool is None:
             self.pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        return self.pool.submit(_tuned_anew, function, arguments)
+        return self.pool.submit(_run_with_new_tuning, function, arguments)
 
     def __call__(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-        """What `function` gives there, or {"failure": why not}."""
+        """Return what `function` returns there, or {"failure": why not}."""
         try:
             return self.begin(function, *arguments).result(self.limit_s)
         except Exception as error:
             self.close()
-            return {"failure": short(error)}
+            return {"failure": in_one_line(error)}
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, whatever it is doing."""
         if self.pool is not None:
             for process in list((self.pool._processes or {}).values()):
                 process.kill()
@@ -130,8 +135,8 @@ class Apart:
             self.pool = None
 
 
-def _tuned_anew(function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """In the process apart: fla tunes itself for the sizes at hand, not for others that it keeps under the same key.
+def _run_with_new_tuning(function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """Run in the separate process, where fla tunes itself for the sizes at hand: its cache would confuse them.
 
     Its keys have neither the batch nor the length of sequences. A configuration is judged by the median of 20 ms after
     5 of warming up, where Triton takes 100 after 25: that is what makes it a minute.
@@ -143,8 +148,8 @@ def _tuned_anew(function: Callable[..., dict[str, Any]], arguments: tuple[Any, .
 
     if not isinstance(triton.testing.do_bench, partial):
         triton.testing.do_bench = partial(triton.testing.do_bench, warmup=5, rep=20)
-    for found in gc.get_objects():
+    for thing in gc.get_objects():
         # Not `isinstance`, which asks objects what they are: some of them are proxies of what is gone.
-        if issubclass(type(found), Autotuner):
-            found.cache.clear()
+        if issubclass(type(thing), Autotuner):
+            thing.cache.clear()
     return function(*arguments)

@@ -20,11 +20,21 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from fastweights.benchmarks import kernel_checks, kernel_forms
+from fastweights.benchmarks import kernel_checks, kernel_layers
 from fastweights.benchmarks.first_call import first_calls
-from fastweights.benchmarks.gpu_timing import bandwidth, measure, short
-from fastweights.benchmarks.kernel_rivals import DTYPES, SEED, Apart, Shape, inputs, measure_rival, memory, rivals
+from fastweights.benchmarks.kernel_rivals import (
+    DTYPES,
+    SEED,
+    SeparateProcess,
+    Shape,
+    has_fla,
+    inputs,
+    measure_rival,
+    memory,
+    rivals,
+)
 from fastweights.benchmarks.record import write_record
+from fastweights.benchmarks.timing import bandwidth, failure_noted, measure, relative_errors
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.features import Features
 
@@ -44,7 +54,7 @@ LIMITS = {"bfloat16": 1e-2, "float32": 1e-5}
 
 
 def check(shape: Shape, dtype: torch.dtype, backend: str) -> dict[str, float]:
-    """Relative error of output and gradients against float64, with the heads of `shape` and fewer tokens."""
+    """Return relative errors of output and gradients against float64, with the heads of `shape` and fewer tokens."""
     B, _, H, D, M = shape
     # Few walks go another way, and only when they are long.
     tensors = inputs((min(B, 16), 300 if B > 1 else 2300, H, D, M), dtype)
@@ -55,13 +65,12 @@ def check(shape: Shape, dtype: torch.dtype, backend: str) -> dict[str, float]:
         y = memory(backend, *leaves)
         return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
-    pairs = zip(everything(backend, False), everything("chunked", True), strict=True)
-    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
+    errors = relative_errors(everything(backend, False), everything("chunked", True))
     return dict(zip(("y", "dq", "dk", "dv", "dbeta"), errors, strict=True))
 
 
 def floor_ms(shape: Shape, dtype: torch.dtype, bytes_per_s: float) -> float:
-    """What reading every input and writing every output once takes, forward and backward."""
+    """Return the time it takes to read every input and write every output once, forward and backward."""
     B, T, H, D, M = shape
     # q, k, v in, y out; then q, k, v, dy in, dq, dk, dv out; and beta three times.
     return 1e3 * B * T * H * ((6 * D + 5 * M) * dtype.itemsize + 3 * 4) / bytes_per_s
@@ -76,26 +85,22 @@ def _more_versions() -> dict[str, str]:
 
 
 def _case(
-    name: str, dtype: str, which: tuple[str, ...], budget_ms: float, bytes_per_s: float, apart: Apart
+    name: str, dtype: str, which: tuple[str, ...], budget_ms: float, bytes_per_s: float, separate: SeparateProcess
 ) -> dict[str, Any]:
-    """One shape in one dtype: errors first, then everybody's times."""
+    """Measure one shape in one dtype: errors first, then everybody's times."""
     shape = SHAPES[name]
     case: dict[str, Any] = {"name": name, "shape": list(shape), "dtype": dtype, "measured": {}}
-    case["floor_ms"] = floor_ms(shape, DTYPES[dtype], bytes_per_s)
-    try:
+    case |= {"floor_ms": floor_ms(shape, DTYPES[dtype], bytes_per_s), "right": False}
+    with failure_noted(case):
         case["errors"] = check(shape, DTYPES[dtype], "triton")
         case["right"] = all(error <= LIMITS[dtype] for error in case["errors"].values())
-    except Exception as error:
-        case |= {"right": False, "failure": short(error)}
     for rival, make in rivals(shape, dtype, which):
         if rival.startswith("fla"):
-            case["measured"][rival] = apart(measure_rival, shape, dtype, rival, budget_ms)
+            case["measured"][rival] = separate(measure_rival, shape, dtype, rival, budget_ms)
             continue
-        try:
-            case["measured"][rival] = measure(make, budget_ms)
-        except Exception as error:
-            case["measured"][rival] = {"failure": short(error)}
-        torch.cuda.empty_cache()
+        case["measured"][rival] = {}
+        with _noted(case["measured"][rival]):
+            case["measured"][rival] |= measure(make, budget_ms)
     return case
 
 
@@ -104,7 +109,7 @@ def _mebibytes(measured: dict[str, Any]) -> str:
 
 
 def _table(cases: list[dict[str, Any]]) -> Table:
-    """Ours, the quickest rival, and their ratio, in eager mode and as graphs."""
+    """Show ours, the quickest rival, and their ratio, in eager mode and as graphs."""
     table = Table(
         *("shape", "dtype", "error", "forward graph", "f+b eager", "f+b graph", "x floor", "MiB", "fla MiB"),
         *("best rival eager", "best rival graph", "faster eager", "faster graph"),
@@ -131,47 +136,45 @@ def _table(cases: list[dict[str, Any]]) -> Table:
 MAPS = [Features.named("dpfp", nu, sum=True, logits=True) for nu in (1, 2, 3)]
 
 
-def _forms(budget_ms: float, which: tuple[str, ...], apart: Apart) -> Iterator[dict[str, Any]]:
-    """Maps inside the kernels and before them; whole layers; decoding."""
-    for name in kernel_forms.HEADS:
+def _in_layers(budget_ms: float, which: tuple[str, ...], separate: SeparateProcess) -> Iterator[dict[str, Any]]:
+    """Measure maps inside the kernels and before them, whole layers, and decoding."""
+    for name in kernel_layers.HEADS:
         for dtype in DTYPES:
             for features in MAPS:
                 row: dict[str, Any] = {"part": "features", "name": name, "dtype": dtype, "nu": features.nu}
                 with _noted(row):
-                    row["error"] = kernel_forms.fused_error(name, DTYPES[dtype], features)
+                    row["error"] = kernel_layers.fused_error(name, DTYPES[dtype], features)
                     row["right"] = row["error"] <= LIMITS[dtype]
                 for way, inside in (("inside", True), ("before", False)):
                     row[way] = {}
                     with _noted(row[way]):
-                        row[way] |= kernel_forms.fused(name, DTYPES[dtype], features, "apart", inside, budget_ms)
+                        row[way] |= kernel_layers.fused(name, DTYPES[dtype], features, inside, budget_ms)
                 yield row
-    for name in kernel_forms.HEADS:
+    for name in kernel_layers.HEADS:
         for phi, nu in (("elu", 0), ("dpfp", 3)):
             row = {"part": "layer", "name": name, "feature_map": phi, "nu": nu}
             with _noted(row):
-                row |= kernel_forms.layer(name, phi, nu, budget_ms)
+                row |= kernel_layers.layer(name, phi, nu, budget_ms)
             yield row
-    for batch in kernel_forms.BATCHES:
+    for batch in kernel_layers.BATCHES:
         row = {"part": "decode", "batch": batch, "measured": {}}
         with _noted(row):
-            row["measured"] |= kernel_forms.decode(batch, budget_ms)
-        if "fla" in which and kernel_forms.has_fla():
-            row["measured"]["fla recurrent"] = apart(kernel_forms.decode_fla, batch, budget_ms)
+            row["measured"] |= kernel_layers.decode(batch, budget_ms)
+        if "fla" in which and has_fla():
+            row["measured"]["fla recurrent"] = separate(kernel_layers.decode_fla, batch, budget_ms)
         yield row
 
 
 @contextmanager
 def _noted(row: dict[str, Any]) -> Iterator[None]:
-    """What fails is recorded and the rest goes on."""
-    try:
+    """Note a failure in `row`, and give the memory back to the device."""
+    with failure_noted(row):
         yield
-    except Exception as error:
-        row["failure"] = short(error)
     torch.cuda.empty_cache()
 
 
 def _checks(console: Console, quick: bool) -> Iterator[dict[str, Any]]:
-    """Every configuration with every rule, and layers in CUDA graphs."""
+    """Check every configuration with every rule, and layers in CUDA graphs."""
     kinds = list(kernel_checks.every_kind())
     if quick:
         kinds = kinds[:: max(1, len(kinds) // 12)]
@@ -186,7 +189,7 @@ def _checks(console: Console, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _cases(quick: bool) -> Iterator[tuple[str, str]]:
-    """The paper trained in float32; at the longer shapes nobody does."""
+    """Yield names and dtypes of the shapes; the paper trained in float32, at the longer ones nobody does."""
     for name in QUICK if quick else SHAPES:
         for dtype in DTYPES if SHAPES[name][1] < 2048 else ("bfloat16",):
             yield name, dtype
@@ -214,25 +217,25 @@ def run(out: Path | None, quick: bool, which: tuple[str, ...]) -> bool:
         if out is not None:
             write_record(out, "kernels", "cuda", SEED, start, rows)
 
-    apart = Apart()
+    separate = SeparateProcess()
     cases = []
     budget_ms = 20 if quick else 60
     try:
         if "fla" in which:
-            apart.begin()
+            separate.begin()
         add(*_checks(console, quick))
         for row in () if quick else first_calls({name: SHAPES[name] for name in COLD}, "bfloat16"):
             console.print(f"first call of {row['name']}: {_seconds(row)}")
             add(row)
         for name, dtype in _cases(quick):
             console.print(f"measuring {name}, {dtype}", style="dim")
-            cases.append(_case(name, dtype, which, budget_ms, bytes_per_s, apart))
+            cases.append(_case(name, dtype, which, budget_ms, bytes_per_s, separate))
             add({"part": "shape", **cases[-1]})
-        for row in () if quick else _forms(budget_ms, which, apart):
+        for row in () if quick else _in_layers(budget_ms, which, separate):
             console.print(f"measured {row['part']} {row.get('name', '')}", style="dim")
             add(row)
     finally:
-        apart.close()
+        separate.close()
     console.print(_table(cases))
     wrong = [row for row in rows if row.get("right") is False]
     for row in wrong:

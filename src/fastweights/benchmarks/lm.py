@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from fastweights.benchmarks.gpu_timing import kernel_times
 from fastweights.benchmarks.record import write_record
+from fastweights.benchmarks.timing import kernel_times
 from fastweights.common.tables import look_up
 from fastweights.data.text.corpus import Corpus, TokenStream
 from fastweights.data.text.vocabulary import WordVocabulary

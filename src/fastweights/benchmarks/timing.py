@@ -1,10 +1,11 @@
-"""Times on the GPU's clock, eager and as CUDA graphs, and bytes."""
+"""Medians of times, on the GPU's clock or the host's, and what a benchmark writes down where something fails."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ Forward = Callable[[], Tensor]
 
 
 def measure(make: Callable[[], tuple[Forward, Any]], budget_ms: float) -> dict[str, Any]:
-    """Median ms of forward and forward + backward, eager and as a graph; bytes beside the inputs.
+    """Return the median ms of forward and forward + backward, eager and as a graph, and bytes beside the inputs.
 
-    `first_call_s` is the first here, with whatever was compiled before; `first_call.py` starts from nothing.
+    `first_call_s` is the time of the first call in this process, with whatever was compiled before; `first_call.py`
+    starts with empty caches.
     """
     forward, leaves = make()
     start = time.perf_counter()
@@ -41,26 +43,23 @@ def measure(make: Callable[[], tuple[Forward, Any]], budget_ms: float) -> dict[s
 
 
 def eager_and_graph(steps: dict[str, Callable[[], object]], budget_ms: float) -> dict[str, Any]:
-    """Median ms of each step, `name_eager_ms` and `name_graph_ms`; what cannot be captured is recorded as such."""
+    """Return the median ms of each step as `name_eager_ms` and `name_graph_ms`, or why it cannot be captured."""
     result: dict[str, Any] = {}
     for name, step in steps.items():
         result[f"{name}_eager_ms"] = median_ms(step, budget_ms)
-        try:
-            result[f"{name}_graph_ms"] = median_ms(captured(step).replay, budget_ms)
-        except Exception as error:
-            result[f"{name}_graph_failure"] = short(error)
+        with failure_noted(result, f"{name}_graph_failure"):
+            result[f"{name}_graph_ms"] = median_ms(capture(step).replay, budget_ms)
     return result
 
 
 def median_ms(step: Callable[[], object], budget_ms: float) -> float:
-    """Median time of one step on the GPU's clock."""
+    """Return the median time of one step on the GPU's clock."""
     step()
     once = min(_timed_each(step, 2))
     for share in (0.5, 1.0):
-        # The threads of a host that was idle take some milliseconds to wake up, and so do its clocks: the first go is
-        # for that, and for how many calls fit.
-        found = _timed_each(step, max(5, min(200, int(share * budget_ms / max(once, 1e-3)))))
-        once = statistics.median(found)
+        # An idle host and its clocks take some milliseconds to wake up: the first round is for that, and to find out
+        # how many calls fit into the budget.
+        once = statistics.median(_timed_each(step, max(5, min(200, int(share * budget_ms / max(once, 1e-3))))))
     return once
 
 
@@ -74,8 +73,8 @@ def _timed_each(step: Callable[[], object], count: int) -> list[float]:
     return [begin.elapsed_time(end) for begin, end in events]
 
 
-def captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """The step as a CUDA graph, after three runs on a stream of its own, where autograd's nodes then belong."""
+def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Capture a step as a CUDA graph, after three runs on the stream to which autograd's nodes then belong."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -89,27 +88,58 @@ def captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def kernel_times(step: Callable[[], object], count: int = 5, most: int = 40) -> list[dict[str, Any]]:
-    """Where a step's time goes: ms and calls of each kernel in one step, those that take the most first."""
+    """Return ms and calls of each kernel in one step, those that take the most time first."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(count):
             step()
         torch.cuda.synchronize()
     # Calls of the driver are events too, of no time on the device.
-    found = [
+    kernels = [
         {"name": event.key[:120], "ms": event.self_device_time_total / count / 1e3, "calls": event.count / count}
         for event in profile.key_averages()
         if event.self_device_time_total > 0
     ]
-    return sorted(found, key=lambda kernel: -kernel["ms"])[:most]
+    return sorted(kernels, key=lambda kernel: -kernel["ms"])[:most]
 
 
 def bandwidth() -> float:
-    """Bytes per second of a large copy, reads and writes counted."""
+    """Measure the bytes per second of a large copy, reads and writes counted."""
     x = torch.empty(2**29, dtype=torch.int16, device="cuda")
     y = torch.empty_like(x)
     return 2e3 * x.nbytes / median_ms(lambda: y.copy_(x), 50)
 
 
-def short(error: Exception) -> str:
-    """One line of it."""
+def median_seconds(function: Callable[[], object], repeats: int, device: str = "cpu") -> float:
+    """Return the median seconds of a call on the host's clock, until the device is done, after one call to warm up."""
+    times = []
+    for _ in range(repeats + 1):
+        _wait(device)
+        start = time.perf_counter()
+        function()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def relative_errors(found: Iterable[Tensor], exact: Iterable[Tensor]) -> list[float]:
+    """Return the norm of each difference over that of the exact tensor."""
+    return [((a.to(b.dtype) - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+
+
+@contextmanager
+def failure_noted(row: dict[str, Any], key: str = "failure") -> Iterator[None]:
+    """Let what fails inside be an entry of `row`, so that the other measurements can still be made."""
+    try:
+        yield
+    except Exception as error:
+        row[key] = in_one_line(error)
+
+
+def in_one_line(error: Exception) -> str:
+    """Return the kind of an error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}" if str(error) else type(error).__name__
