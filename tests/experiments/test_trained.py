@@ -356,3 +356,15 @@ def test_embedded_corpus(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     given = EXPERIMENTS["table2"].accept("small", Request())
     assert given.data == Path("data") / "embedded" and given.config["corpus"]["name"] == "Python's documentation"
+
+
+@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_a_disk_too_full_for_the_weights(invoke, tmp_path, jobs):
+    # A file where the folder of checkpoints should be: the process that trains may be another one.
+    for cell in cells("table2", ("linear", "delta"))[0]:
+        folder = tmp_path / "out" / "table2" / "runs" / cell.slug
+        folder.mkdir(parents=True)
+        (folder / "checkpoints").touch()
+    options = ["table2", "--scale", "smoke", "--models", "linear,delta", "--jobs", jobs, "--device", "cpu"]
+    result = invoke("reproduce", *options)
+    assert result.exit_code == 1 and "Error: " in result.stderr and "Traceback" not in result.output

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _EXTRAS = {"matplotlib": "experiments", "lightning": "train", "sacrebleu": "mt", "tokenizers": "mt"}
 
+_MOST = 2**32 - 1
+"""Generators of random numbers on a CPU look at 32 bits of a seed."""
+
 Out = Annotated[Path, typer.Option(help="Folder of the results.", show_default=True)]
 
 
@@ -81,7 +84,7 @@ def reproduce(
 
     trained: set[str] = set()
     means: dict[str, Any] = {"device": device, "jobs": jobs, "keep": keep_runs, "force": force, "trained": trained}
-    with _input_errors(), Display(_console(), sum(len(cells) for _, cells, _ in plans)) as display:
+    with _file_errors(), _input_errors(), Display(_console(), sum(len(cells) for _, cells, _ in plans)) as display:
         try:
             for experiment, cells, folder in plans:
                 sweep(experiment, cells, store, display, data=folder, **means)
@@ -92,7 +95,8 @@ def reproduce(
             done = f"Stopped: {display.finished} of {display.total} cells are done and kept in {out}."
             _say(f"{done} {further}; `fastweights report --out {out}` draws what there is.")
             raise typer.Exit(130) from None
-    _finish(store, {experiment.name for experiment in experiments})
+    with _file_errors():
+        _finish(store, {experiment.name for experiment in experiments})
 
 
 def report(
@@ -118,7 +122,8 @@ def report(
         store.check_writable()
         for folder in data or []:
             store.keep_corpus(folder)
-    _finish(store, set(names), metric)
+    with _file_errors():
+        _finish(store, set(names), metric)
 
 
 @contextmanager
@@ -130,6 +135,19 @@ def _input_errors() -> Iterator[None]:
     except (BadInput, ValueError, ImportError) as error:
         _say(f"Error: {error}")
         raise typer.Exit(2) from None
+
+
+@contextmanager
+def _file_errors() -> Iterator[None]:
+    """A file that cannot be written, as on a full disk, ends the command with a sentence and exit code 1."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        kept = "results that were stored before stay; mend this and run the same command again"
+        _say(f"Error: {error.filename}: {error.strerror}; {kept}" if error.filename else f"Error: {error}")
+        raise typer.Exit(1) from None
 
 
 def _say(message: str) -> None:
@@ -185,6 +203,8 @@ def _numbers(text: str | None, option: str, least: int) -> tuple[int, ...] | Non
     items = _items(text, option)
     if not all(item.isdecimal() and int(item) >= least for item in items):
         raise ValueError(f"{option} takes whole numbers of at least {least} separated by commas, got {text!r}")
+    if any(int(item) > _MOST for item in items):
+        raise ValueError(f"{option} takes whole numbers up to {_MOST}, got {text!r}")
     return tuple(dict.fromkeys(int(item) for item in items))
 
 
@@ -250,7 +270,7 @@ def _print_list(store: Store) -> None:
 def _console(stream: object = None):  # type: ignore[no-untyped-def]
     from rich.console import Console
 
-    console = Console(file=stream) if stream else Console(stderr=True)  # type: ignore[arg-type]
+    console = Console(file=stream, stderr=stream is None, markup=False)  # type: ignore[arg-type]
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 140
     return console
@@ -284,6 +304,7 @@ def _print_tables(chapters: Sequence[Chapter]) -> None:
 
 def _print_claims(chapters: Sequence[Chapter]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     colours = {True: "green", False: "red", None: "dim"}
     table = Table("figure", "claim", "ours", "paper", "holds?", pad_edge=False)
@@ -291,6 +312,5 @@ def _print_claims(chapters: Sequence[Chapter]) -> None:
         for claim in chapter.claims:
             where = f"{chapter.experiment.name} ({chapter.scale})" if chapter.scale else chapter.experiment.name
             answer = {"holds": "yes", "fails": "no"}.get(claim.verdict, claim.verdict)
-            verdict = f"[{colours[claim.holds]}]{answer}[/]"
-            table.add_row(where, claim.text, claim.ours, claim.paper, verdict)
+            table.add_row(where, claim.text, claim.ours, claim.paper, Text(answer, style=colours[claim.holds]))
     _console(sys.stdout).print(table)

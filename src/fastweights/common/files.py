@@ -20,6 +20,11 @@ def write_atomically(path: Path, content: bytes) -> None:
     try:
         write_durably(temporary, content)
         temporary.replace(path)
+    except OSError as error:
+        # A write to a full disk does not say which file it was.
+        if error.errno:
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

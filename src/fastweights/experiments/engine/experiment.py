@@ -16,6 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastweights.experiments.engine.shape import Shape
+
 if TYPE_CHECKING:
     from fastweights.training.engine.config import Fields
 
@@ -238,6 +240,7 @@ class Experiment:
         given: names of the entries of `config` that `take` decides. A record keeps its own.
         fields: loads what the settings of a `Request` can be and their types; None where there are none.
         needs: packages beside PyTorch that its cells are run with.
+        stored: shape of `config` and `metrics` that a stored cell needs to be shown.
         text: what the paper's models were trained and scored on, where ours can be on something else.
         measure: what the numbers are.
         size_name: what `size` is, in front of its value.
@@ -262,6 +265,7 @@ class Experiment:
     given: tuple[str, ...] = ()
     fields: Callable[[], Fields] | None = None
     needs: tuple[str, ...] = ()
+    stored: Shape = field(default_factory=dict)
     text: str = ""
     measure: str = "Perplexities"
     size_name: str = "S"
@@ -309,8 +313,8 @@ class Experiment:
         place = (config["scale"], config["model"], config["size"], config["seed"])
         try:
             cell = self.cell(*place, given_of(config, self.given))
-        except ValueError:
-            # Settings that this version refuses.
+        except (ValueError, TypeError, KeyError, AttributeError):
+            # Settings that this version refuses, or entries that were changed by hand.
             return None
         return cell if cell.slug == record.slug else None
 

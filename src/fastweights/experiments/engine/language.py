@@ -18,15 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from fastweights.experiments.engine.corpus import SPLITS, WIKITEXT103, Text, corpus_of, take
 from fastweights.experiments.engine.experiment import SCALES, Experiment, Plot, Scale, storable
-from fastweights.experiments.engine.runner import Trainable, check_settings, runner, training_of
+from fastweights.experiments.engine.runner import Trainable, check_settings, runner, stored, training_of
 
 if TYPE_CHECKING:
     from fastweights.data.text.corpus import Corpus
+    from fastweights.experiments.engine.shape import Shape
     from fastweights.models.language_model import LanguageModel
     from fastweights.training.engine.config import Fields, TrainingConfig
     from fastweights.training.tasks.language import LanguageTask
 
 GIVEN = ("corpus", "set")
+_SCORE: Shape = {"ppl": float | None}
+_SCORES: Shape = {"valid": _SCORE, "test": _SCORE, "state_size?": int, "mem_len?": int}
+STORED = stored({"words": int}, {**_SCORES, "evaluations?": [_SCORES]})
 SEEDS = (1111,)
 """The authors' seed; the paper has one run of each model."""
 
@@ -279,5 +283,11 @@ def experiment(*, scales: Mapping[str, Scale], text: Text = WIKITEXT103, **rest:
     """A table of language models: an `Experiment` with what all of them have in common."""
     plot = Plot(kind="perplexity", x_label="training steps", y_label="validation perplexity", log_y=True)
     shared: dict[str, Any] = {"text": WIKITEXT103.name, "run": run, "plot": plot, "take": take(text), "given": GIVEN}
-    shared |= {"fields": settings, "needs": ("lightning",), "size_name": "D", "protocol": configure(PROTOCOL)}
+    shared |= {
+        "stored": STORED,
+        "fields": settings,
+        "needs": ("lightning",),
+        "size_name": "D",
+        "protocol": configure(PROTOCOL),
+    }
     return Experiment(scales=scales, configure=configure(scales), fixed_sizes=True, **{**shared, **rest})

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fastweights.common import provenance
 from fastweights.experiments.engine.experiment import BadInput, Cell, Outcome, Outcomes, Setup
+from fastweights.experiments.engine.shape import CURVE, Shape
 
 if TYPE_CHECKING:
     from fastweights.training.engine.config import Fields, TrainingConfig
@@ -54,6 +55,13 @@ class Trainable:
 
     build: Callable[[Config, Path | None], tuple[Task, TrainingConfig]]
     score: Callable[[Config, Path, Path | None, str], Mapping[str, Any]]
+
+
+def stored(corpus: Mapping[str, Shape], scores: Mapping[str, Shape]) -> Shape:
+    """Return the shape of a stored cell: what it says of its corpus, and its metrics unless the training diverged."""
+    config = {"corpus": {"name": str, "fingerprint": str, **corpus}, "set": {}, "steps": int}
+    every = {"curve": CURVE, "diverged_at?": int, "parameters?": int, "sets?": {"valid?": str, "test?": str}}
+    return {"config": config, "metrics": lambda metrics: every if "diverged_at" in metrics else {**every, **scores}}
 
 
 def runner(kind: Trainable) -> Callable[[Sequence[Cell], Setup], Outcomes]:
@@ -93,6 +101,7 @@ def train_cell(
 
     from fastweights.training.engine.diagnosis import Diverged
     from fastweights.training.engine.loop import train
+    from fastweights.training.runs.checkpoint import CheckpointError
     from fastweights.training.runs.log import read_log
 
     here = means(device, config)
@@ -105,6 +114,8 @@ def train_cell(
         train(task, training, folder, console=Console(quiet=True), about=about, watch=_Watch(report))
     except Diverged as error:
         diverged = error.step
+    except CheckpointError as error:
+        raise OSError(f"{folder.name}: {error}") from None
     records = read_log(folder / "log.jsonl")
     metrics = measurements(records, task.score)
     start = time.perf_counter()
@@ -295,6 +306,8 @@ def _work(pipe: Connection[Any, Any], kind: Trainable, data: Path | None, device
             answer: tuple[Any, ...] = ("done", *train_cell(kind, config, folder, data, device, report))
         except (RunError, ValueError, BadInput, ImportError) as error:
             answer = ("failed", BadInput(str(error)))
+        except OSError as error:
+            answer = ("failed", error)
         except Exception:
             answer = ("failed", RuntimeError(f"{folder.name} failed:\n{traceback.format_exc()}"))
         pipe.send(answer)

@@ -13,25 +13,35 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastweights.common.files import write_atomically
 from fastweights.experiments.engine.experiment import SCALES, BadInput, Experiment, Record, given_of
+from fastweights.experiments.engine.shape import Shape, mismatch
 
 FORMAT = 1
-_ENTRY = {"config": dict, "metrics": dict, "wall_s": (int, float), "commit": str, "hardware": str, "versions": dict}
-_CONFIG = ("scale", "model", "size", "seed")
+_ENTRY: Shape = {
+    "config": {"scale": str, "model": str, "size": int, "seed": int},
+    "metrics": {},
+    "wall_s": float,
+    "commit": str,
+    "hardware": str,
+    "versions": {},
+}
 
 
 class Assembled(NamedTuple):
-    """A `results.json`."""
+    """A `results.json`; `unreadable` are its entries that are no cells, each with the reason."""
 
     scale: str
     records: list[Record]
     given: dict[str, Any]
+    unreadable: list[str]
 
 
 class Store:
@@ -40,7 +50,7 @@ class Store:
     def __init__(self, out: Path, warn: Callable[[str], None] = lambda message: None) -> None:
         self.out = out
         self.warn = warn
-        self._ignored: set[Path] = set()
+        self._warned: set[str] = set()
 
     def folder(self, name: str) -> Path:
         return self.out / name
@@ -61,7 +71,7 @@ class Store:
             return None
         remedy = "nothing was changed; move it away or choose another folder with --out"
         try:
-            content = json.loads(path.read_text())
+            content = _load(path)
             found = content["format"]
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise BadInput(f"{path} is cut short or not a results file ({_reason(error)}); {remedy}") from None
@@ -70,10 +80,21 @@ class Store:
         try:
             if content["experiment"] != name:
                 raise ValueError(f"it holds {content['experiment']!r}, not {name!r}")
-            cells = [_record(entry) for entry in content["cells"]]
-            return Assembled(content["scale"], cells, content.get("given", {}))
+            scale, entries = content["scale"], list(content["cells"])
         except (ValueError, KeyError, TypeError) as error:
             raise BadInput(f"{path} is not a results file ({_reason(error)}); {remedy}") from None
+        records, unreadable = [], []
+        for number, entry in enumerate(entries, 1):
+            try:
+                records.append(_record(entry))
+            except (ValueError, KeyError, TypeError) as error:
+                unreadable.append(f"{path} is not a results file (cell {number}: {_reason(error)}); {remedy}")
+        for message in unreadable:
+            self._warn_once(message)
+        if not isinstance(scale, str) or scale not in SCALES:
+            self._warn_once(f"{path} has the unknown scale {scale!r}; known are {', '.join(SCALES)}")
+            scale = next((record.config["scale"] for record in records), "")
+        return Assembled(scale, records, content.get("given", {}), unreadable)
 
     def known(self, name: str) -> dict[str, Record]:
         """Every readable cell stored under `name`, of any scale, by slug."""
@@ -105,7 +126,7 @@ class Store:
         corpora = self.corpora()
         for record in self.known(experiment.name).values():
             cell = experiment.own(record) if record.config["scale"] == scale else None
-            if cell is not None:
+            if cell is not None and self.is_complete(experiment, record):
                 record = _completed(record, cell.paper, corpora)
                 found.setdefault(_given(record, experiment), []).append(record)
         assembled = self.assembled(experiment.name)
@@ -119,7 +140,7 @@ class Store:
         """The corpora that are known by their fingerprints; BadInput when the file is broken."""
         path = self.out / "corpora.json"
         try:
-            found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+            found: dict[str, Any] = _load(path) if path.exists() else {}
             _ = [corpus["sets"].items() for corpus in found.values()]
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             raise BadInput(f"{path} is not a list of corpora ({_reason(error)}); move it away") from None
@@ -143,19 +164,39 @@ class Store:
         """The scale and the records to show: the experiment's cells, or else what an older `results.json` kept."""
         name = experiment.name
         scale = self.scale(name)
-        records = self.of(experiment, scale) if scale else []
+        if scale is None or scale not in experiment.scales:
+            return None, []
+        records = self.of(experiment, scale)
         assembled = self.assembled(name)
         if not records and assembled is not None:
-            records = [record for record in assembled.records if record.config["model"] in experiment.models]
+            records = [
+                record
+                for record in assembled.records
+                if record.config["model"] in experiment.models and self.is_complete(experiment, record)
+            ]
             if records:
                 self.warn(
                     f"the results of {name} are of an older configuration; `reproduce` would train its cells again"
                 )
         return (scale if records else None), records
 
+    def is_complete(self, experiment: Experiment, record: Record) -> bool:
+        """Return whether a record holds what the experiment shows; warn of one that does not."""
+        problem = mismatch({"config": record.config, "metrics": record.metrics}, experiment.stored)
+        if problem:
+            path = self.folder(experiment.name) / "cells" / f"{record.slug}.json"
+            path = path if path.exists() else self.folder(experiment.name) / "results.json"
+            self._warn_once(f"{path}: {record.slug} is left out and counts as not run ({problem})")
+        return problem is None
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            self.warn(message)
+
     def _read_cell(self, path: Path) -> Record | None:
         try:
-            content = json.loads(path.read_text())
+            content = _load(path)
             found = content["format"]
             if found == FORMAT:
                 record = _record(content)
@@ -163,9 +204,7 @@ class Store:
                     raise ValueError("its configuration does not match its name")
                 return record
         except (ValueError, KeyError, TypeError, OSError) as error:
-            if path not in self._ignored:
-                self.warn(f"{path} is broken ({_reason(error)}) and counts as not run")
-            self._ignored.add(path)
+            self._warn_once(f"{path} is broken ({_reason(error)}) and counts as not run")
             return None
         raise BadInput(
             f"{path} has format {found!r}, this version reads format {FORMAT}; nothing was changed; "
@@ -180,15 +219,23 @@ class Store:
 
     def save(self, name: str, record: Record) -> None:
         """Store the cell under `name`, and in place of an older result under any other experiment that shares it."""
-        content = _dump({"format": FORMAT, **_entry(record)}).encode()
         own = self.folder(name) / "cells" / f"{record.slug}.json"
-        for path in {own, *self.out.glob(f"*/cells/{record.slug}.json")}:
-            write_atomically(path, content)
+        for path in dict.fromkeys([own, *self.out.glob(f"*/cells/{record.slug}.json")]):
+            write_atomically(path, _content(record))
+
+    def rescue(self, record: Record) -> Path | None:
+        """Write a cell that OUT has no room for to a new folder elsewhere; None where no place takes it."""
+        for place in (tempfile.gettempdir(), str(Path.home()), "/dev/shm"):
+            with suppress(OSError):
+                path = Path(tempfile.mkdtemp(prefix="fastweights-cell-", dir=place)) / f"{record.slug}.json"
+                write_atomically(path, _content(record))
+                return path
+        return None
 
     def scale(self, name: str) -> str | None:
         """The scale that `results.json` holds, or else the largest that has cells."""
         assembled = self.assembled(name)
-        if assembled is not None:
+        if assembled is not None and assembled.scale:
             return assembled.scale
         present = {record.config["scale"] for record in self.known(name).values()}
         return next((scale for scale in reversed(SCALES) if scale in present), None)
@@ -197,7 +244,7 @@ class Store:
         """Write `results.json` from the experiment's cells of that scale and with what was given, if there are any."""
         name, path = experiment.name, self.folder(experiment.name) / "results.json"
         records, before = self.of(experiment, scale, given), self.assembled(name)
-        if not records:
+        if not records or (before and before.unreadable):
             return
         for record in before.records if before else []:
             # A results file may have come without its cell files; another scale must not push its cells out.
@@ -227,12 +274,15 @@ def _entry(record: Record) -> dict[str, Any]:
 
 
 def _record(entry: Any) -> Record:
-    for name, kind in _ENTRY.items():
-        if not isinstance(entry[name], kind):  # type: ignore[arg-type]
-            raise ValueError(f"its {name!r} is {type(entry[name]).__name__}")
-    for name in _CONFIG:
-        entry["config"][name]
-    return Record(paper=entry.get("paper"), **{name: entry[name] for name in _ENTRY})
+    problem = mismatch(entry, _ENTRY)
+    if problem:
+        raise ValueError(problem)
+    if entry["config"]["scale"] not in SCALES:
+        raise ValueError(f"unknown scale {entry['config']['scale']!r}; known are {', '.join(SCALES)}")
+    record = Record(paper=entry.get("paper"), **{name: entry[name] for name in _ENTRY})
+    if Path(record.slug).name != record.slug:
+        raise ValueError(f"'config.model' is {record.config['model']!r}, which cannot be part of a file name")
+    return record
 
 
 def _completed(record: Record, paper: Any, corpora: Mapping[str, Any]) -> Record:
@@ -240,6 +290,17 @@ def _completed(record: Record, paper: Any, corpora: Mapping[str, Any]) -> Record
     corpus = corpora.get(record.config.get("corpus", {}).get("fingerprint"))
     told = {"sets": corpus["sets"]} if corpus and not record.metrics.get("sets") else {}
     return _record({**_entry(record), "paper": paper, "metrics": {**record.metrics, **told}})
+
+
+def _content(record: Record) -> bytes:
+    return _dump({"format": FORMAT, **_entry(record)}).encode()
+
+
+def _load(path: Path) -> Any:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not a number of JSON")
+
+    return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
 
 
 def _dump(value: Any) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from fastweights.common import provenance
-from fastweights.experiments.engine.experiment import Cell, Experiment, Record, Setup, given_of
+from fastweights.experiments.engine.experiment import BadInput, Cell, Experiment, Record, Setup, given_of
 from fastweights.experiments.engine.store import Store
 
 
@@ -44,8 +44,14 @@ def sweep(
     trained = set() if trained is None else trained
     scale, given = cells[0].config["scale"], given_of(cells[0].config, experiment.given)
     store.clear_temporaries(experiment.name)
+    before = store.assembled(experiment.name)
+    if before and before.unreadable:
+        raise BadInput(before.unreadable[0])
     own, anywhere = store.known(experiment.name), store.known_anywhere()
-    usable = {slug: record for slug, record in anywhere.items() if not force or slug in trained}
+    wanted = {cell.slug for cell in cells if not force or cell.slug in trained}
+    usable = {
+        slug: record for slug, record in anywhere.items() if slug in wanted and store.is_complete(experiment, record)
+    }
     known = [cell for cell in cells if cell.slug in usable]
     missing = [cell for cell in cells if cell.slug not in usable]
     for cell in known:
@@ -68,9 +74,25 @@ def sweep(
                         hardware=provenance.hardware(device),
                         versions=provenance.versions(),
                     )
-                    store.save(experiment.name, record)
+                    _save(store, experiment.name, record)
                     trained.add(cell.slug)
                     watcher.done(record)
-    finally:
-        # Also when interrupted: what is done is then as complete as it can be.
-        store.assemble(experiment, scale, given)
+    except BaseException:
+        # Also when interrupted: what is done is then as complete as it can be. What went wrong first is what is told.
+        with suppress(OSError):
+            store.assemble(experiment, scale, given)
+        raise
+    store.assemble(experiment, scale, given)
+
+
+def _save(store: Store, name: str, record: Record) -> None:
+    """Store a cell that has been trained; on a full disk, keep it elsewhere and raise an OSError that says where."""
+    try:
+        store.save(name, record)
+    except OSError as error:
+        folder, place = store.folder(name) / "cells", store.rescue(record)
+        kept = f"It is kept in {place}: free some space, move it to {folder}" if place else "No other folder took it"
+        raise OSError(
+            f"{record.slug} has been trained, but cannot be written to {folder}: {error.strerror or error}. {kept} and "
+            "run the same command again, which trains only what is missing."
+        ) from None

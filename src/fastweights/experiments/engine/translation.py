@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fastweights.data.manifest import NUMBERS
 from fastweights.experiments.engine.corpus import honest
 from fastweights.experiments.engine.experiment import BadInput, Given, Request, Scale, storable
-from fastweights.experiments.engine.runner import Trainable, check_settings, runner, training_of
+from fastweights.experiments.engine.runner import Trainable, check_settings, runner, stored, training_of
 
 if TYPE_CHECKING:
     from fastweights.data.pairs.corpus import ParallelCorpus
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 GIVEN = ("corpus", "set")
 SPLITS = ("valid", "test")
+STORED = stored({"pieces": int}, {"valid?": {"bleu": float}, "test?": {"bleu": float}, "samples?": [(str, str, str)]})
 SAMPLES = 3
 """So many translations are kept, for the eye: of the test set, or without one of the validation set."""
 

@@ -23,6 +23,7 @@ from fastweights.experiments.engine.experiment import (
     Scale,
     Setup,
 )
+from fastweights.experiments.engine.shape import Shape
 
 MODEL = "dpfp-1"
 # Points along one side of the square. Even numbers, so that none lies on an axis, where every product is zero.
@@ -31,6 +32,11 @@ SCALES = {
     "small": Scale(sizes=(24,), cost="1 s"),
     "code": Scale(sizes=(24,), cost="1 s"),
     "paper": Scale(sizes=(24,), cost="1 s"),
+}
+STORED: Shape = {
+    "metrics": dict.fromkeys(("points", "least_nonzero", "most_nonzero"), int)
+    | dict.fromkeys(("largest_overlap", "distance_to_equations"), float)
+    | {"shares": [float], "axis": [float], "surfaces": [[[float]]]}
 }
 STATEMENT = (
     "Each vector in the plane has a single non-zero component in the four-dimensional space, which splits the plane "
@@ -112,6 +118,7 @@ EXPERIMENT = Experiment(
     run=run,
     claims=claims,
     plot=Plot(kind="surfaces", x_label="$k_1$", y_label="$k_2$"),
+    stored=STORED,
     fixed_sizes=True,
     selectable=False,
 )

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastweights.experiments.engine import retrieval
-from fastweights.experiments.engine.experiment import Claim, Experiment, Plot, Results, Scale
+from fastweights.experiments.engine.experiment import Claim, Plot, Results, Scale
 from fastweights.experiments.engine.retrieval import (
     CODE_NOTE,
     CODE_OPTIONS,
@@ -34,16 +34,11 @@ from fastweights.experiments.engine.retrieval import (
     not_run,
     show,
 )
+from fastweights.experiments.engine.retrieval_figure import SMOKE, figure
 
 SIZES = tuple(range(20, 601, 20))
 SCALES = {
-    "smoke": Scale(
-        sizes=(4, 8),
-        options={"d_key": 4, "max_steps": 20, "eval_every": 10},
-        cost="5 s",
-        note="Twenty steps of training: a check that everything runs, not a result.",
-        decides=False,
-    ),
+    "smoke": SMOKE,
     "small": Scale(
         sizes=(12, 20, 24, 40, 48, 80, 120),
         options={"d_key": 16, "max_steps": 3000},
@@ -126,15 +121,14 @@ def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if limit is None else {"capacity": limit}
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = figure(
+    1,
     name="fig2",
     title="Capacity of the memories",
     where="Figure 2, Sec. 6.1.1 (setting 1)",
     statement=STATEMENT,
     models=retrieval.SETTING_1,
     scales=SCALES,
-    configure=retrieval.configure(1, SCALES),
-    run=retrieval.run,
     claims=claims,
     plot=Plot(kind="scatter", x_label="number of unique keys S", y_label="loss"),
     paper=paper,

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastweights.experiments.engine import retrieval
-from fastweights.experiments.engine.experiment import Claim, Experiment, Plot, Results
+from fastweights.experiments.engine.experiment import Claim, Plot, Results
 from fastweights.experiments.engine.retrieval import TARGET, beats, not_run, show
+from fastweights.experiments.engine.retrieval_figure import figure
 from fastweights.experiments.paper import fig5_capacity2
 
 MODELS = ("dpfp-1-sum", "dpfp-1-delta", "schlag2021", "schlag2021-dpfp")
@@ -60,15 +61,14 @@ def stays_near(results: Results, model: str, level: float) -> Claim:
     return Claim(text, show(loss), paper, level / NEAR <= loss <= level * NEAR)
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = figure(
+    2,
     name="fig3",
     title="Learning curves of the update rules",
     where="Figure 3, Sec. 6.1.2 (setting 2, S = 20, L = 40)",
     statement=STATEMENT,
     models={model: retrieval.SETTING_2[model] for model in MODELS},
     scales=SCALES,
-    configure=retrieval.configure(2, SCALES),
-    run=retrieval.run,
     claims=claims,
     plot=Plot(kind="curves", x_label="training steps", y_label="evaluation loss", log_y=True, y_range=(5e-4, 100)),
     fixed_sizes=True,

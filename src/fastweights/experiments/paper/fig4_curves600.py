@@ -10,8 +10,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from fastweights.experiments.engine import retrieval
-from fastweights.experiments.engine.experiment import Claim, Experiment, Plot, Results
+from fastweights.experiments.engine.experiment import Claim, Plot, Results
 from fastweights.experiments.engine.retrieval import FAILURE, beats, d_dot, not_run, show
+from fastweights.experiments.engine.retrieval_figure import figure
 from fastweights.experiments.paper import fig2_capacity
 
 COSTS = {"smoke": "3 s", "small": "1 min on 2 cores", "code": "1 min on an H200", "paper": "1 min on an H200"}
@@ -60,15 +61,14 @@ def beyond_capacity_all_fail(results: Results) -> Claim:
     return Claim(text, ours, paper, not solved)
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = figure(
+    1,
     name="fig4",
     title="Learning curves beyond capacity",
     where="App. D.1 (setting 1, S = 600)",
     statement=STATEMENT,
     models=retrieval.SETTING_1,
     scales=SCALES,
-    configure=retrieval.configure(1, SCALES),
-    run=retrieval.run,
     claims=claims,
     plot=Plot(kind="curves", x_label="training steps", y_label="evaluation loss"),
     fixed_sizes=True,

@@ -14,18 +14,13 @@ which drew the figures; an option of `RetrievalConfig` has the text's way:
 from __future__ import annotations
 
 from fastweights.experiments.engine import retrieval
-from fastweights.experiments.engine.experiment import Claim, Experiment, Plot, Results, Scale
+from fastweights.experiments.engine.experiment import Claim, Plot, Results, Scale
 from fastweights.experiments.engine.retrieval import CODE_NOTE, CODE_OPTIONS, beats
+from fastweights.experiments.engine.retrieval_figure import SMOKE, figure
 
 SIZES = tuple(range(20, 201, 20))
 SCALES = {
-    "smoke": Scale(
-        sizes=(4, 8),
-        options={"d_key": 4, "max_steps": 20, "eval_every": 10},
-        cost="5 s",
-        note="Twenty steps of training: a check that everything runs, not a result.",
-        decides=False,
-    ),
+    "smoke": SMOKE,
     "small": Scale(
         sizes=(10, 20),
         options={"max_steps": 2000},
@@ -54,15 +49,14 @@ def claims(results: Results) -> list[Claim]:
     ]
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = figure(
+    2,
     name="fig5",
     title="Update rules and the number of keys",
     where="App. D.2 (setting 2)",
     statement=STATEMENT,
     models=retrieval.SETTING_2,
     scales=SCALES,
-    configure=retrieval.configure(2, SCALES),
-    run=retrieval.run,
     claims=claims,
     plot=Plot(kind="scatter", x_label="number of unique keys S", y_label="loss", log_y=True, y_range=(1e-4, 1e3)),
 )

@@ -268,6 +268,7 @@ EXPERIMENT = Experiment(
     given=("set", "device"),
     fields=language.settings,
     needs=("lightning",),
+    stored={"metrics": dict.fromkeys(("words_per_s", "slowest", "fastest", "memory_bytes"), float)},
     size_name="D",
     fixed_sizes=True,
 )

@@ -106,6 +106,7 @@ EXPERIMENT = Experiment(
     claims=claims,
     plot=Plot(kind="conversion", x_label="$d_{dot}$, counted", y_label="hyper-parameter", log_y=True),
     table=table,
+    stored={"metrics": {"value": int, "d_dot": int}},
     size_name="d_dot",
     fixed_sizes=True,
     selectable=False,
