@@ -7,7 +7,7 @@ gradient of the decay in `random_call("gated_delta", None, 2, 1, 1, 8, 8)` was o
 import torch
 from torch.nn.functional import pad
 
-from fastweights.ops.gpu.memory.variants import HALF, TF32, configuration
+from fastweights.ops.gpu.memory.variants import HALF, TF32, FusedWalk, configuration
 
 
 def recurrence(q, k, v, a, e, w, W, packed, dtype):
@@ -50,7 +50,7 @@ class Walk(torch.autograd.Function):
         writes = erases if tied else chunks(one if w is None else w)
         ctx.kinds = [None if x is None else x.dtype for x in (q, k, v, a, e, w, W)]
         R, keep = roundings(q.dtype, config)
-        ctx.how, ctx.kept = (T, chunks, tied, R, tied and config.fused and config.ahead), []
+        ctx.how, ctx.kept = (T, chunks, tied, R, tied and isinstance(config, FusedWalk) and config.prefetch), []
         W, found = W.double(), []
         for Q, K, V, a_, *gates in zip(*map(chunks, (q, k, v)), fades, erases, writes, strict=True):
             (G, fade), (e_, w_) = reach_and_fade(a_), (x.unsqueeze(-1) for x in gates)

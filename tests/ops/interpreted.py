@@ -3,10 +3,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from fastweights.ops.gpu.memory.variants import FusedWalk, SplitWalk, Variant
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
@@ -20,6 +24,17 @@ def rerun(file: str) -> None:
     run = subprocess.run(command, env=environment, cwd=Path(file).parents[2], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert "passed" in run.stdout
+
+
+def as_fused(row: SplitWalk) -> FusedWalk:
+    """The same, but every gradient in the walk back."""
+    return FusedWalk(**{field.name: getattr(row, field.name) for field in fields(FusedWalk)})
+
+
+def altered(variant: Variant, **changes: Any) -> Variant:
+    """With those of the changes that its kind has a field for."""
+    names = {field.name for field in fields(variant)}
+    return replace(variant, **{name: value for name, value in changes.items() if name in names})
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastweights.ops.chunked import chunk_length
-from fastweights.ops.gpu.memory.variants import configuration
+from fastweights.ops.gpu.memory.variants import SplitWalk, configuration
 from tests.ops.calls import random_call
 
 
@@ -88,7 +88,7 @@ def test_kernels_over_groups_hold_nothing_that_is_not_needed(monkeypatch):
     monkeypatch.setattr(walks, "scan_groups", NoKernel(walks.scan_groups))
     B, T, H, D = 1, 32768, 16, 128
     config, dtype, wide = configuration(D, D, torch.bfloat16, B * H, T), torch.bfloat16, torch.float32
-    assert (config.groups, config.chunk, config.fused) == (16, 32, 0)
+    assert (config.groups, config.chunk, isinstance(config, SplitWalk)) == (16, 32, True)
     q, k, v = (torch.empty(B, T, H, D, dtype=dtype, device="meta") for _ in range(3))
     gates = (None, torch.empty(B, T, H, device="meta"), None)
     with Peak() as peak:

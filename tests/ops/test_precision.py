@@ -1,5 +1,7 @@
 """Finite in, finite out: underflow, empty memories, long sequences, low precision."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from tests.ops.calls import (
     random_call,
     relative_error,
 )
+from tests.ops.interpreted import as_fused
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -126,7 +129,8 @@ def reference(call):
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("rule", FAMILY)
 def test_without_roundings_the_emulated_kernels_are_exact(rule, normalization, fused, monkeypatch):
-    row = TABLE[torch.float64][512, 256]._replace(fused=fused, ahead=fused)
+    row = TABLE[torch.float64][512, 256]
+    row = replace(as_fused(row), prefetch=True) if fused else row
     monkeypatch.setattr(emulated_kernels, "configuration", lambda *_: row)
     call = random_call(rule, normalization, 2, 37, 2, 5, 3)
     assert relative_error(everything(call, in_kernels), everything(call, reference)) < 1e-12

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -14,20 +15,28 @@ from fastweights.ops import chunked, family, self_check
 from fastweights.ops.backends import BACKENDS, select
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.gpu import memory as triton
+from fastweights.ops.gpu.memory import autograd
 from fastweights.ops.gpu.memory import self_check as memory_check
-from fastweights.ops.gpu.memory import variants as configs
 from fastweights.ops.gpu.memory.kinds import Kind
 from fastweights.ops.gpu.memory.variants import (
     FEW,
     LONG,
     MAPPED_ROWS,
+    RECURRENT_ROWS,
     TABLE,
-    TOKEN_ROWS,
+    ChunkedWalk,
+    FusedWalk,
+    RecurrentWalk,
+    SplitWalk,
+    Variant,
+    candidates,
     configuration,
+    from_integers,
     holds_features,
     may_go_by_token,
     plain_rows,
     power_of_two,
+    to_integers,
 )
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
@@ -64,8 +73,6 @@ def wrong_backward(*arguments):
 @pytest.fixture
 def checked(monkeypatch, tmp_path):
     """The self-check on the CPU, with a disk of its own; counts the checks that ran."""
-    # Rows that fail are forgotten, here not for good.
-    monkeypatch.setattr(configs, "TOKEN_ROWS", {dtype: dict(rows) for dtype, rows in TOKEN_ROWS.items()})
     counted = []
     compare = memory_check._compare
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -134,20 +141,21 @@ def test_wrong_kernels_are_reported_and_refused_for_good(checked, monkeypatch):
 
 
 def test_where_walks_token_by_token_are_wrong_those_by_chunks_stand_in(checked, monkeypatch):
-    decided = {"another call": None}
-    monkeypatch.setattr(triton, "_decided", decided)
     asked = []
 
     def refusal(kind, heads, device):
-        asked.append(kind.config.lanes)
-        return "wrong" if kind.config.lanes else None
+        asked.append(type(kind.config))
+        return "wrong" if isinstance(kind.config, RecurrentWalk) else None
 
     monkeypatch.setattr(memory_check, "refusal", refusal)
     call = random_call("delta", None, T=3, M=3).to(torch.float32)
     problem = Problem(RULES["delta"], call.q, call.k, call.v, call.gates, *(x.float() for x in call.state))
     assert triton._unproven(problem) is None
-    assert asked == [2, 0] and not configuration(8, 8, torch.float32, 999, 8).lanes
-    assert list(decided.values()) == [None] and "another call" not in decided
+    assert asked == [RecurrentWalk, FusedWalk]
+    # What runs is what was found to be right.
+    gates = (None, problem.gates["beta"], None)
+    variant = autograd._variant(problem.q, problem.v, gates, True, 2, None, PLAIN)
+    assert isinstance(variant, FusedWalk) and asked[2:] == [RecurrentWalk]
 
 
 def test_the_warning_says_what_stands_in(checked, monkeypatch):
@@ -259,15 +267,21 @@ def test_it_checks_what_the_rule_runs(rule, normalization, most, dtype):
     assert most is None or all(most >= part.M for part in family.parts(problem, most))
 
 
+def miscompiled(config: Variant) -> bool:
+    """Whether some kernel of the variant is known to be."""
+    warps = [value for name, value in vars(config).items() if name.endswith("_warps")]
+    assert len(warps) == (4 if isinstance(config, SplitWalk) else 2)
+    return config.chunk >= 64 and max(warps) > 4
+
+
 def test_the_table_holds_no_row_that_is_known_to_be_miscompiled():
     for *_, config in plain_rows():
-        most = max(config.forward_warps, config.backward_warps, config.chunk_warps, config.invert_warps)
-        assert config.chunk < 64 or most <= 4
+        assert not miscompiled(config)
 
 
 def test_rows_for_some_calls_stand_where_others_stand():
     """Rows are looked through in the order of the table, to which these are joined; a new size would come too late."""
-    for table in (MAPPED_ROWS, TOKEN_ROWS):
+    for table in (MAPPED_ROWS, RECURRENT_ROWS):
         for dtype, rows in table.items():
             assert rows.keys() <= TABLE[dtype].keys()
 
@@ -281,22 +295,28 @@ def test_every_size_has_a_row_that_holds_it(dtype, features):
             continue
         config = configuration(D, M, dtype, walks, T, features)
         # One program has all values where it computes every gradient; groups are walked twice with the same inverses.
-        assert not config.fused or config.columns >= M
-        assert not config.groups or config.prepared
-        assert not features.map or config.features >= D
-        assert config.batch == 1 or config.features >= D
+        assert not isinstance(config, FusedWalk) or config.columns >= M
+        assert not isinstance(config, ChunkedWalk) or not config.groups or config.prepared
+        if isinstance(config, SplitWalk):
+            assert not features.map or config.key_tile >= D
+            assert config.chunks_per_program == 1 or config.key_tile >= D
         # A warp of a walk token by token has whole values, and what there is of a state in registers.
-        assert not config.lanes or (T < LONG and config.fused and M <= 32 and D <= 32)
-        assert not config.lanes or power_of_two(M) >= 32 // config.lanes * config.backward_warps
+        if isinstance(config, RecurrentWalk):
+            assert T < LONG and M <= 32 and D <= 32
+            assert power_of_two(M) >= 32 // config.lanes * config.backward_warps
 
 
 def test_what_goes_token_by_token():
-    def lanes(T: int, **options: object) -> int:
-        return configuration(16, 16, torch.float32, 999, T, **options).lanes
+    def recurrent(T: int, dtype: torch.dtype = torch.float32, **options: object) -> bool:
+        *others, last = candidates(16, 16, dtype, 999, T, **options)
+        # Where it fails its self-check there is another.
+        assert isinstance(last, ChunkedWalk)
+        assert all(isinstance(variant, RecurrentWalk) for variant in others)
+        return bool(others)
 
-    assert lanes(1) and lanes(LONG - 1) and not lanes(LONG)
-    assert not lanes(256, by_token=False) and not lanes(256, features=Features(logits=1))
-    assert not configuration(16, 16, torch.bfloat16, 999, 256).lanes
+    assert recurrent(1) and recurrent(LONG - 1) and not recurrent(LONG)
+    assert not recurrent(256, by_token=False) and not recurrent(256, features=Features(logits=1))
+    assert not recurrent(256, torch.bfloat16)
     assert may_go_by_token(False, 8192, 32, 32) and not may_go_by_token(True, 8, 16, 16)
     assert not may_go_by_token(False, 8193, 8, 32)
 
@@ -305,9 +325,8 @@ def test_neither_does_what_is_mapped_on_chip():
     for kind in memory_check.shipped():
         if isinstance(kind, Kind) and kind.features != PLAIN:
             config = kind.config
-            assert config.features >= kind.features.size(kind.D)
-            most = max(config.forward_warps, config.backward_warps, config.chunk_warps, config.invert_warps)
-            assert config.chunk < 64 or most <= 4
+            assert not isinstance(config, SplitWalk) or config.key_tile >= kind.features.size(kind.D)
+            assert not miscompiled(config)
 
 
 def test_few_walks_go_in_groups():
@@ -322,9 +341,11 @@ def test_few_walks_go_in_groups():
     kinds = list(memory_check.shipped())
     assert len(set(kinds)) == len(kinds)
     plain = [kind for kind in kinds if isinstance(kind, Kind) and kind.features == PLAIN]
-    assert {kind.config._replace(groups=0, prepared=0) for kind in plain} == {
-        config._replace(prepared=0) for dtype, _, _, config in plain_rows() if dtype.itemsize < 8
-    }
+    rows = {config for dtype, _, _, config in plain_rows() if dtype.itemsize < 8}
+    assert {replace(kind.config, **({"groups": 0} if kind.config not in rows else {})) for kind in plain} == rows
+    for kind in kinds:
+        if isinstance(kind, Kind):
+            assert from_integers(to_integers(kind.config)) == kind.config
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -355,7 +376,7 @@ def test_the_check_does_not_wait_for_pytorch_s_compiler():
     """Nor for its symbolic shapes. Importing them takes longer than compiling the kernels."""
     script = """
 import sys, torch
-from fastweights.ops.gpu.memory import self_check
+from fastweights.ops.gpu.memory import autograd, self_check
 from tests.ops import test_self_check as ours
 self_check._kernels = lambda: (ours.forward, ours.backward)
 verdict = self_check.check_of(ours.a_kind(), 2).run(torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.gpu.memory.variants import (
     TABLE,
-    Config,
+    ChunkedWalk,
+    RecurrentWalk,
+    SplitWalk,
+    Variant,
     configuration,
     holds_features,
     plain_rows,
@@ -45,7 +49,9 @@ POINTERS = {
     torch.int64: "*i64",
 }
 ROWS = [
-    pytest.param(dtype, D, M, config, id=f"{str(dtype)[6:]}-{D}x{M}{'-tokens' if config.lanes else ''}")
+    pytest.param(
+        dtype, D, M, config, id=f"{str(dtype)[6:]}-{D}x{M}{'-tokens' if isinstance(config, RecurrentWalk) else ''}"
+    )
     for dtype, D, M, config in plain_rows()
     if dtype != torch.float64
 ]
@@ -74,6 +80,10 @@ MAPPED += [
 ]
 
 
+def grouped(config: Variant) -> bool:
+    return isinstance(config, ChunkedWalk) and config.groups > 0
+
+
 class Recorder:
     """Stands where a kernel stands in `launch` and notes what it is called with."""
 
@@ -95,7 +105,7 @@ def launches(
     dtype: torch.dtype,
     D: int,
     M: int,
-    config: Config,
+    config: Variant,
     gated: bool,
     features: Features = PLAIN,
     tied: bool = True,
@@ -116,10 +126,10 @@ def launches(
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    B, T, H = 1 if gated else 2, (4096 if config.groups else 256), 8
+    B, T, H = 1 if gated else 2, (4096 if grouped(config) else 256), 8
     q, k, v = tensor(B, T, H, D), tensor(B, T, H, D), tensor(B, T, H, M)
     a, e = (tensor(B, T, H, dtype=torch.float32) for _ in range(2))
-    gates = (a if gated and not config.lanes else None, e, None if tied else e)
+    gates = (a if gated and not isinstance(config, RecurrentWalk) else None, e, None if tied else e)
     bounds = tensor(4, dtype=torch.int32) if gated else None
     W = tensor(3 if gated else B, H, features.size(D), M, dtype=torch.float32)
     wide = torch.float32
@@ -152,7 +162,7 @@ def test_what_is_compiled_ahead_is_what_runs(monkeypatch, dtype, D, M, config, g
         assert ahead and all(call in run for call in ahead)
         assert any(kernel.__name__ in ("walk_backward", "walk_tokens_backward") for kernel, *_ in ahead) is back
     # What links groups is compiled when it is needed.
-    assert (config.groups and not gated) or len(ahead) == len(run)
+    assert (grouped(config) and not gated) or len(ahead) == len(run)
 
 
 def test_compiled_ahead_once_and_not_in_a_graph(monkeypatch):
@@ -206,7 +216,8 @@ def check(calls: list[Any], capability: int) -> None:
 @pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED + ONE)
 def test_compiles_for_hopper(monkeypatch, dtype, D, M, config):
     calls = launches(monkeypatch, dtype, D, M, config, gated=False)
-    assert len(calls) == (9 if config.groups else 4) - (1 + (not config.groups)) * config.fused
+    fused = not isinstance(config, SplitWalk)
+    assert len(calls) == (9 if grouped(config) else 4) - (1 + (not grouped(config))) * fused
     check(calls, 90)
 
 
@@ -254,7 +265,7 @@ AHEAD = [
     pytest.param(dtype, D, M, id=f"{str(dtype)[6:]}-{D}x{M}")
     for dtype in (torch.bfloat16, torch.float32)
     for (D, M), config in TABLE[dtype].items()
-    if config.ahead
+    if config.prefetch
 ]
 
 
@@ -270,9 +281,9 @@ def loads_in_loops(built: Any) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "D", "M"), AHEAD)
 def test_walks_wait_for_no_load(monkeypatch, dtype, D, M):
-    """What the column `ahead` is for; without it some loads stay in the loop, and so are seen here."""
+    """What `prefetch` is for; without it some loads stay in the loop, and so are seen here."""
     for ahead in (0, 1):
-        config = TABLE[dtype][D, M]._replace(ahead=ahead)
+        config = replace(TABLE[dtype][D, M], prefetch=bool(ahead))
         calls = launches(monkeypatch, dtype, D, M, config, gated=False)
         left = [loads_in_loops(build(call, 90)) for call in calls if "walk" in call[0].__name__]
         assert len(left) == 2 and (sum(left) == 0) == bool(ahead), (ahead, left)

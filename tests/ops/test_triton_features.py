@@ -3,6 +3,8 @@
 Like `test_triton_interpret`, the tests run in a process of their own.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,13 +14,13 @@ from fastweights.ops import chunked
 from fastweights.ops.backends import may_fuse, why_unfused
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory.autograd import recurrence, walk
-from fastweights.ops.gpu.memory.variants import IEEE, Config, configuration, power_of_two
+from fastweights.ops.gpu.memory.variants import IEEE, Variant, configuration, power_of_two
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.normalization import sum_normalize
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
 from tests.ops.calls import FAMILY
-from tests.ops.interpreted import inside, outside, poisoned, rerun  # noqa: F401
+from tests.ops.interpreted import altered, as_fused, inside, outside, poisoned, rerun  # noqa: F401
 
 pytest.importorskip("triton")
 
@@ -58,7 +60,7 @@ def compare(
     *,
     gates: str = "e",
     tied: bool = True,
-    kernels: Config | None = None,
+    kernels: Variant | None = None,
     bounds: list[int] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> None:
@@ -91,9 +93,9 @@ def compare(
         assert (ours - want).norm() <= limit * want.norm()
 
 
-def kernels_for(features: Features, d: int = 12, fused: bool = True) -> Config:
+def kernels_for(features: Features, d: int = 12, fused: bool = True) -> Variant:
     config = configuration(features.size(d), 16, torch.float64, 99, 1, features)
-    return config._replace(fused=1, prepared=0) if fused else config._replace(columns=16)
+    return as_fused(config) if fused else replace(config, columns=16)
 
 
 @inside
@@ -111,7 +113,12 @@ def test_every_map(name, nu, fused):
 def test_tiles_loaded_both_ways(name, nu, fused, ahead):
     """A head every 32 numbers, as that takes; chunks in batches, the last of which is not full."""
     features = Features.named(name, nu, sum=True, logits=True)
-    compare(features, 8, 15, kernels=kernels_for(features, 8, fused)._replace(twice=1, batch=2, ahead=ahead))
+    compare(
+        features,
+        8,
+        15,
+        kernels=altered(kernels_for(features, 8, fused), both_ways=True, chunks_per_program=2, prefetch=ahead),
+    )
 
 
 @inside
@@ -226,4 +233,4 @@ def test_shipped_in_float32():
         features = Features.named("dpfp", nu, True, True)
         kernels = configuration(features.size(d), d, torch.float32, 99, 1, features)
         assert kernels.features == power_of_two(features.size(d))
-        compare(features, d, d, T=20, H=1, kernels=kernels._replace(precision=IEEE, solve=IEEE), dtype=torch.float32)
+        compare(features, d, d, T=20, H=1, kernels=replace(kernels, precision=IEEE, solve=IEEE), dtype=torch.float32)

@@ -16,12 +16,21 @@ from fastweights.ops.gpu.memory import BACKEND, self_check
 from fastweights.ops.gpu.memory import variants as configs
 from fastweights.ops.gpu.memory.autograd import recurrence, walk
 from fastweights.ops.gpu.memory.kinds import Kind
-from fastweights.ops.gpu.memory.variants import HALF, IEEE, TF32X3, Config, configuration, group_length
+from fastweights.ops.gpu.memory.variants import (
+    HALF,
+    IEEE,
+    TF32X3,
+    RecurrentWalk,
+    Variant,
+    configuration,
+    group_length,
+    to_integers,
+)
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
 from tests.ops.calls import FAMILY
-from tests.ops.interpreted import INTERPRETED, inside, outside, poisoned, rerun  # noqa: F401
+from tests.ops.interpreted import INTERPRETED, altered, as_fused, inside, outside, poisoned, rerun  # noqa: F401
 
 pytest.importorskip("triton")
 
@@ -62,7 +71,7 @@ def a_problem(
     return Problem(RULES[rule], q, k, v, gates, W, z, cu_seqlens)
 
 
-def run_both(problem: Problem, kernels: Config | None = None, tolerance: float | None = None) -> None:
+def run_both(problem: Problem, kernels: Variant | None = None, tolerance: float | None = None) -> None:
     """Compare everything that comes out and everything that flows back."""
     tensors = {"q": problem.q, "k": problem.k, "v": problem.v, **problem.gates, "W": problem.W}
     if problem.z is not None:
@@ -89,11 +98,14 @@ def run_both(problem: Problem, kernels: Config | None = None, tolerance: float |
         assert error <= tolerance, f"{name} is off by {error:.1e}"
 
 
-FUSED = configuration(16, 16, torch.float64, 1, 1)._replace(fused=1, prepared=0)
+FUSED = as_fused(configuration(16, 16, torch.float64, 1, 1))
 # Two programs a state, two tiles of features: what head sizes over 32 are made of.
-SPLIT = configuration(16, 16, torch.float64, 1, 1)._replace(columns=16, features=16)
+SPLIT = replace(configuration(16, 16, torch.float64, 1, 1), columns=16, key_tile=16)
 # Three stages, so that there is one that is neither written nor read.
-TOKENS = FUSED._replace(lanes=2, forward_stages=3, backward_stages=3)
+TOKENS = RecurrentWalk(
+    **{"chunk": 16, "precision": IEEE, "lanes": 2},
+    **{"forward_warps": 4, "forward_stages": 3, "backward_warps": 4, "backward_stages": 3},
+)
 
 
 @inside
@@ -114,7 +126,7 @@ def test_attention_normalization(rule):
 @pytest.mark.parametrize("rule", FAMILY)
 def test_tiles_loaded_both_ways(rule, kernels):
     """And chunks in batches, the last of which is not full. Heads start at multiples of eight, as it takes."""
-    run_both(a_problem(rule, D=24, M=24), kernels._replace(twice=1, batch=2))
+    run_both(a_problem(rule, D=24, M=24), altered(kernels, both_ways=True, chunks_per_program=2))
 
 
 @inside
@@ -122,7 +134,7 @@ def test_tiles_loaded_both_ways(rule, kernels):
 @pytest.mark.parametrize("rule", [name for name in FAMILY if family.coefficients(a_problem(name))[0] is None])
 def test_token_by_token(rule, lanes):
     """Also heads that fill no tile, and rows that start at no multiple of anything."""
-    tokens = TOKENS._replace(lanes=lanes)
+    tokens = replace(TOKENS, lanes=lanes)
     run_both(a_problem(rule, B=2, T=37, D=20, M=20), tokens)
     run_both(a_problem(rule, T=18, D=13, M=7), tokens)
 
@@ -130,7 +142,7 @@ def test_token_by_token(rule, lanes):
 @inside
 @pytest.mark.parametrize("T", [1, 7, 16, 63])
 def test_token_by_token_of_any_length(T):
-    run_both(a_problem("delta", T=T, H=1, D=16, M=8, dtype=torch.float32), TOKENS._replace(precision=TF32X3))
+    run_both(a_problem("delta", T=T, H=1, D=16, M=8, dtype=torch.float32), replace(TOKENS, precision=TF32X3))
 
 
 @inside
@@ -146,7 +158,7 @@ def test_token_by_token_with_strides_that_take_64_bits():
     problem = a_problem("delta", T=T, H=1, D=8, M=8, dtype=torch.float32)
     far = torch.empty(T * step).as_strided(problem.q.shape, (T * step, step, 8, 1))
     far.copy_(problem.q)
-    run_both(replace(problem, q=far), TOKENS._replace(precision=TF32X3))
+    run_both(replace(problem, q=far), replace(TOKENS, precision=TF32X3))
 
 
 @inside
@@ -165,7 +177,7 @@ PRODUCTS = [pytest.param(IEEE, torch.float64, id="ieee"), pytest.param(TF32X3, t
 @pytest.mark.parametrize("rule", FAMILY)
 def test_all_that_walks_read_copied_ahead(rule, kernels, precision, dtype):
     """Values by a product with the unit matrix, gate gradients from a diagonal; in float32, tiles for each operand."""
-    ahead = kernels._replace(twice=1, ahead=1, precision=precision, solve=precision)
+    ahead = replace(kernels, both_ways=True, prefetch=True, precision=precision, solve=precision)
     run_both(a_problem(rule, D=24, M=24, dtype=dtype), ahead)
 
 
@@ -174,7 +186,9 @@ def test_all_that_walks_read_copied_ahead(rule, kernels, precision, dtype):
 @pytest.mark.parametrize("M", [8, 40])
 def test_values_copied_ahead_whatever_is_wider(M, chunk):
     """The unit matrix stands on the side where it is smaller."""
-    run_both(a_problem("delta", T=70, H=1, D=8, M=M), FUSED._replace(chunk=chunk, columns=64, twice=1, ahead=1))
+    run_both(
+        a_problem("delta", T=70, H=1, D=8, M=M), replace(FUSED, chunk=chunk, columns=64, both_ways=True, prefetch=True)
+    )
 
 
 @inside
@@ -182,7 +196,7 @@ def test_values_copied_ahead_whatever_is_wider(M, chunk):
 def test_packed_sequences_copied_ahead(precision):
     """Past the end of a sequence both loads of a tile read nothing."""
     problem = a_problem("gated_delta", T=53, H=2, D=16, M=16, bounds=[0, 1, 17, 17, 53], dtype=torch.float32)
-    run_both(problem, FUSED._replace(twice=1, ahead=1, precision=precision, solve=precision))
+    run_both(problem, replace(FUSED, both_ways=True, prefetch=True, precision=precision, solve=precision))
 
 
 @inside
@@ -201,18 +215,20 @@ def test_shipped_configurations(D, M):
 @pytest.mark.parametrize("chunk", [32, 64])
 @pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
 def test_chunks(chunk, kernels):
-    run_both(a_problem("gated_delta", T=70, H=1), kernels._replace(chunk=chunk))
+    run_both(a_problem("gated_delta", T=70, H=1), replace(kernels, chunk=chunk))
 
 
 @inside
 @pytest.mark.parametrize("chunk", [16, 64])
 def test_inverse_from_float16(chunk):
     """As shipped for bfloat16: three digits, and no more than these are wanted there."""
-    run_both(a_problem("delta", T=70, H=1, dtype=torch.float32), FUSED._replace(chunk=chunk, solve=HALF), 2e-3)
+    run_both(a_problem("delta", T=70, H=1, dtype=torch.float32), replace(FUSED, chunk=chunk, solve=HALF), 2e-3)
 
 
 @inside
-@pytest.mark.parametrize("kernels", [FUSED, SPLIT, SPLIT._replace(batch=3)], ids=["fused", "split", "batches"])
+@pytest.mark.parametrize(
+    "kernels", [FUSED, SPLIT, replace(SPLIT, chunks_per_program=3)], ids=["fused", "split", "batches"]
+)
 def test_packed_sequences(kernels):
     """Also an empty one at each end, one of a single token, and one that fills a chunk exactly."""
     run_both(a_problem("gated_delta", T=70, H=2, D=16, M=16, bounds=[0, 0, 1, 17, 33, 52, 70, 70]), kernels)
@@ -220,7 +236,7 @@ def test_packed_sequences(kernels):
 
 @inside
 @pytest.mark.parametrize(
-    "kernels", [FUSED._replace(prepared=1), SPLIT, SPLIT._replace(batch=3)], ids=["fused", "split", "batches"]
+    "kernels", [FUSED, SPLIT, replace(SPLIT, chunks_per_program=3)], ids=["fused", "split", "batches"]
 )
 @pytest.mark.parametrize(
     ("rule", "T", "B"), [("gated_delta", 66, 2), ("delta", 66, 1), ("delta", 64, 2), ("sum", 64, 1)]
@@ -229,8 +245,8 @@ def test_groups_of_chunks(monkeypatch, rule, T, B, kernels):
     """A long sequence cut into stretches that walk side by side; the last one shorter, and ending inside a chunk."""
     monkeypatch.setattr(configs, "LEAST_CHUNKS", 1)
     monkeypatch.setattr(configs, "LEAST_GROUPS", 2)
-    assert group_length(T, None, kernels._replace(groups=2)) == {66: 48, 64: 32}[T]
-    run_both(a_problem(rule, B=B, T=T, H=1, D=8, M=12), kernels._replace(groups=2))
+    assert group_length(T, None, replace(kernels, groups=2)) == {66: 48, 64: 32}[T]
+    run_both(a_problem(rule, B=B, T=T, H=1, D=8, M=12), replace(kernels, groups=2))
 
 
 @inside
@@ -245,7 +261,7 @@ def test_groups_keep_what_whole_sequences_keep(monkeypatch, T, B):
     a, beta = problem.gates["decay"], problem.gates["beta"]
     rest = (problem.W, None, torch.float64, torch.float64, True, True)
     cut, whole = (
-        walks.forward(problem.q, problem.k, problem.v, (a, beta, None), *rest, SPLIT._replace(groups=groups))
+        walks.forward(problem.q, problem.k, problem.v, (a, beta, None), *rest, replace(SPLIT, groups=groups))
         for groups in (2, 0)
     )
     assert cut[5] is not None and whole[5] is None
@@ -257,7 +273,7 @@ def test_groups_keep_what_whole_sequences_keep(monkeypatch, T, B):
 
 @inside
 def test_a_group_is_worth_its_launches():
-    config = SPLIT._replace(groups=64)
+    config = replace(SPLIT, groups=64)
     assert group_length(448, None, config) == 0
     assert group_length(449, None, config) == 64
     assert group_length(10000, None, config) == 160
@@ -270,7 +286,7 @@ def test_every_key_the_same():
     problem = a_problem("delta", T=64, H=1, D=8, M=8, dtype=torch.float32)
     problem.k[:] = problem.k[:, :1].clone()
     problem.gates["beta"].fill_(1.0)
-    run_both(problem, FUSED._replace(chunk=64))
+    run_both(problem, replace(FUSED, chunk=64))
 
 
 @inside
@@ -319,7 +335,7 @@ def test_as_a_custom_op(kernels):
     for x in (q, k, v, W):
         x.requires_grad_()
     torch.use_deterministic_algorithms(False)
-    settings = (torch.float64, True, list(kernels), list(PLAIN))
+    settings = (torch.float64, True, to_integers(kernels), list(PLAIN))
     arguments = (q, k, v, None, beta, None, W, None, torch.float64, True, *settings)
     torch.library.opcheck(walk, arguments)
 
@@ -330,7 +346,7 @@ def test_as_a_custom_op_in_groups(monkeypatch):
     monkeypatch.setattr(configs, "LEAST_GROUPS", 2)
     q, v, W = (torch.randn(shape, dtype=torch.float64) for shape in [(1, 20, 1, 8), (1, 20, 1, 8), (1, 1, 8, 8)])
     torch.use_deterministic_algorithms(False)
-    settings = (torch.float64, False, list(SPLIT._replace(groups=2)), list(PLAIN))
+    settings = (torch.float64, False, to_integers(replace(SPLIT, groups=2)), list(PLAIN))
     arguments = (q, q, v, None, None, None, W, None, torch.float64, True, *settings)
     torch.library.opcheck(walk, arguments, test_utils=("test_faketensor", "test_schema"))
     q, W, beta = torch.cat([q, q]), torch.cat([W, W]), torch.rand(2, 20, 1, dtype=torch.float64)

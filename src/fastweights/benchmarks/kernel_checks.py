@@ -17,7 +17,7 @@ from fastweights.benchmarks.timing import capture, in_one_line, relative_errors
 from fastweights.ops import family
 from fastweights.ops.gpu.memory.kinds import AnyKind, Kind
 from fastweights.ops.gpu.memory.self_check import check_of, shipped
-from fastweights.ops.gpu.memory.variants import plain_rows
+from fastweights.ops.gpu.memory.variants import RecurrentWalk, plain_rows
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
 from fastweights.ops.self_check import LIMITS
@@ -34,7 +34,7 @@ def every_kind() -> Iterator[AnyKind]:
             if rule.coefficients is not None:
                 gates = dict.fromkeys(rule.gates, x[..., 0])
                 (part,) = family.parts(Problem(rule, x, x, x, gates, x))
-                if not (part.decay and config.lanes):
+                if not (part.decay and isinstance(config, RecurrentWalk)):
                     seen.add(Kind(dtype, D, M, *part[2:], False, config))
     kinds = list(shipped())
     yield from kinds

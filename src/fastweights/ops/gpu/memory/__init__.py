@@ -20,8 +20,7 @@ from fastweights.ops.gpu.memory.variants import (
     LARGEST_M,
     LARGEST_M_MAPPED,
     LONG,
-    configuration,
-    forget_token_rows,
+    candidates,
     holds_features,
     may_go_by_token,
 )
@@ -88,15 +87,9 @@ def _unproven(problem: Problem) -> str | None:
         else:
             for part in family.parts(problem, LARGEST_M):
                 by_token = may_go_by_token(part.decay, H, D, part.M)
-                config = configuration(D, part.M, part.dtype, walks, T, features, by_token)
-                kind = Kind(part.dtype, q.shape[3], *part[1:], packed, config, features)
-                if config.lanes and self_check.refusal(kind, H, q.device):
-                    forget_token_rows()
-                    # Other calls that were walked so have to be decided anew.
-                    _decided.clear()
-                    config = configuration(D, part.M, part.dtype, walks, T, features, by_token)
-                    kind = kind._replace(config=config)
-                kinds.append(kind)
+                variants = candidates(D, part.M, part.dtype, walks, T, features, by_token)
+                options = [Kind(part.dtype, q.shape[3], *part[1:], packed, variant, features) for variant in variants]
+                kinds.append(self_check.first_right(options, H, q.device))
         reasons = (self_check.refusal(kind, H, q.device) for kind in kinds)
         _decided[key] = next((reason for reason in reasons if reason), None)
     return _decided[key]

@@ -20,16 +20,20 @@ from fastweights.ops.backend import Again
 from fastweights.ops.family import coefficients, coefficients_of
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.gpu.memory.variants import (
-    Config,
-    configuration,
+    Variant,
+    candidates,
+    from_integers,
     group_length,
     holds_features,
     kept_shapes,
     may_go_by_token,
     number_of_groups,
     operand_dtype,
+    to_integers,
 )
 from fastweights.ops.problem import Problem
+
+Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @cache
@@ -85,7 +89,7 @@ def walk(
     """
     from fastweights.ops.gpu.memory.kinds import Kind
 
-    row, maps = Config(*config), Features(*features)
+    row, maps = from_integers(config), Features(*features)
     _prove(Kind.of(q, v, (a, e, w), tied, cu_seqlens, row, maps), q)
     rest = (W, cu_seqlens, dtype, wide, tied, keep, row, maps)
     *result, transitions = _walks().forward(q, k, v, (a, e, w), *rest)
@@ -94,7 +98,7 @@ def walk(
 
 @walk.register_fake
 def _(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, wide, tied, config, features):  # type: ignore[no-untyped-def]
-    config, (_, H, D, M) = Config(*config), W.shape
+    config, (_, H, D, M) = from_integers(config), W.shape
     kept = operand_dtype(q.dtype, wide, config)
     shapes = kept_shapes((*q.shape[:3], D), M, e is not None, cu_seqlens, keep, config)
     states = q.new_empty(shapes[0], dtype=kept)
@@ -125,7 +129,18 @@ def walk_backward(
     features: Sequence[int],
 ) -> list[Tensor]:
     """Gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
-    rest = (states, inverses, errors, transitions, cu_seqlens, wide, tied, True, Config(*config), Features(*features))
+    rest = (
+        states,
+        inverses,
+        errors,
+        transitions,
+        cu_seqlens,
+        wide,
+        tied,
+        True,
+        from_integers(config),
+        Features(*features),
+    )
     dq, dk, dv, gates, dW = _walks().backward(dy, dW, q, k, v, (a, e, w), *rest)
     return [dq, dk, dv, *(gate for gate in gates if gate is not None), dW]
 
@@ -170,7 +185,7 @@ class _Walk(torch.autograd.Function):
                 kept[0] = kept[0] + W.flatten()[:0].sum().to(kept[0].dtype)
             if plan is not None or kept[3] is None:
                 kept[3:] = [q.new_empty(0)]
-            settings = (cu_seqlens, wide, tied, list(config), list(features))
+            settings = (cu_seqlens, wide, tied, to_integers(config), list(features))
             grads = iter(walk_backward(dy, dW, q, k, v, a, e, w, *kept, *settings))
             found = [None if x is None else next(grads) for x in (q, k, v, a, e, w)]
             return *found, next(grads) if wants_state else None, None, None
@@ -187,6 +202,22 @@ class _Walk(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Walk).apply
 
 
+def _variant(
+    q: Tensor, v: Tensor, gates: Gates, tied: bool, N: int, cu_seqlens: Tensor | None, features: Features
+) -> Variant:
+    """The first candidate whose kernels are right; while something traces, there are no numbers to find out with."""
+    (_, T, H, R), M = q.shape, v.shape[3]
+    D = features.size(R)
+    variants = candidates(D, M, q.dtype, N * H, T, features, may_go_by_token(gates[0] is not None, H, D, M))
+    if len(variants) == 1 or not plain(q, v, *gates):
+        return variants[0]
+    from fastweights.ops.gpu.memory import self_check
+    from fastweights.ops.gpu.memory.kinds import Kind
+
+    kinds = [Kind.of(q, v, gates, tied, cu_seqlens, variant, features) for variant in variants]
+    return self_check.first_right(kinds, H, q.device).config
+
+
 def recurrence(
     q: Tensor,
     k: Tensor,
@@ -198,7 +229,7 @@ def recurrence(
     cu_seqlens: Tensor | None,
     dtype: torch.dtype,
     features: Features = PLAIN,
-    config: Config | None = None,
+    config: Variant | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The walk as `ops.family.Recurrence` has it; with `features`, from raw keys, queries and gates.
 
@@ -211,11 +242,9 @@ def recurrence(
     keep = wants_gradients(*inputs)
     N, wide = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1, torch.promote_types(q.dtype, torch.float32)
     if config is None:
-        sizes = (features.size(q.shape[3]), v.shape[3])
-        by_token = may_go_by_token(a is not None, q.shape[2], *sizes)
-        config = configuration(*sizes, q.dtype, N * q.shape[2], q.shape[1], features, by_token)
+        config = _variant(q, v, (a, e, w), tied, N, cu_seqlens, features)
     if not plain(*inputs, cu_seqlens):
-        y, W, *_ = walk(*inputs, cu_seqlens, dtype, keep, wide, tied, list(config), list(features))
+        y, W, *_ = walk(*inputs, cu_seqlens, dtype, keep, wide, tied, to_integers(config), list(features))
         return y, W
     how = (dtype, wide, tied, config, features)
     plan = None
@@ -236,17 +265,16 @@ def again(problem: Problem) -> Again | None:
     """The walk for problems like this one, or the step where each has one token; not over groups."""
     if problem.z is not None or problem.cu_seqlens is not None or problem.mask is not None:
         return None
-    (N, H, D, M), (_, T, _, _), wide = problem.W.shape, problem.q.shape, problem.W.dtype
+    (N, _, D, M), (_, T, _, _), wide = problem.W.shape, problem.q.shape, problem.W.dtype
     features, dtype, one = problem.features, problem.q.dtype, T == 1
     if features.map and not holds_features(D, M):
         # One token is taken with any D; there is no walk to be ready with.
         return None
     a, e, w = coefficients(problem)
-    by_token = may_go_by_token(a is not None, H, D, M)
-    config = configuration(D, M, dtype, N * H, T, features, by_token)
+    tied = e is not None and e is w
+    config = _variant(problem.q, problem.v, (a, e, None if tied else w), tied, N, None, features)
     if group_length(T, None, config):
         return None
-    tied = e is not None and e is w
     how = (dtype, wide, tied, config, features)
     plan = _plan()(problem.q, problem.k, problem.v, (a, e, None if tied else w), N, None, *how)
     # The delta rule's one coefficient is its one gate. Nothing below may hold on to a tensor of this problem.

@@ -10,7 +10,7 @@ from fastweights.ops.gpu.memory.kernels.group_scan import scan_groups
 from fastweights.ops.gpu.memory.launcher import Constants, Start, paced
 from fastweights.ops.gpu.memory.plan import Gradients, plan
 from fastweights.ops.gpu.memory.strides import REACH, Gates, addressable, ready
-from fastweights.ops.gpu.memory.variants import Config, group_length, power_of_two
+from fastweights.ops.gpu.memory.variants import Variant, group_length, power_of_two
 
 
 def forward(
@@ -24,7 +24,7 @@ def forward(
     wide: torch.dtype,
     tied: bool,
     keep: bool,
-    config: Config,
+    config: Variant,
     features: Features = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """y, the final W, with `keep` each chunk's state and inverse and each token's error; the groups' transitions."""
@@ -72,7 +72,7 @@ def backward(
     wide: torch.dtype,
     tied: bool,
     wants_state: bool,
-    config: Config,
+    config: Variant,
     features: Features = PLAIN,
 ) -> Gradients:
     """Gradients of q, k, v, the gates and, if it is wanted, the initial W."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastweights.ops import family
 from fastweights.ops.features import PLAIN, Features
-from fastweights.ops.gpu.memory.variants import Config
+from fastweights.ops.gpu.memory.variants import ChunkedWalk, RecurrentWalk, Variant, to_integers
 from fastweights.ops.problem import Problem
 
 Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     write: bool
     tied: bool
     packed: bool
-    config: Config
+    config: Variant
     features: Features = PLAIN
 
     @classmethod
@@ -40,7 +40,7 @@ class Kind(NamedTuple):
         gates: Gates,
         tied: bool,
         cu_seqlens: Tensor | None,
-        config: Config,
+        config: Variant,
         features: Features,
     ) -> Kind:
         """The kind of a call."""
@@ -50,15 +50,16 @@ class Kind(NamedTuple):
     def __str__(self) -> str:
         named = {"decay": self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
         gates = ", ".join(name for name, there in named.items() if there) or "no gates"
-        form = ", packed" if self.packed else ", in groups" if self.config.groups else ""
+        grouped = isinstance(self.config, ChunkedWalk) and self.config.groups
+        form = ", packed" if self.packed else ", in groups" if grouped else ""
         features = self.features.describe(self.D)
-        walk = "token by token" if self.config.lanes else f"chunk {self.config.chunk}"
+        walk = "token by token" if isinstance(self.config, RecurrentWalk) else f"chunk {self.config.chunk}"
         return f"{str(self.dtype)[6:]}, {features}, M = {self.M}, {gates}{form}, {walk}"
 
     @property
     def key(self) -> str:
         """Its name on disk."""
-        return f"{self} {'-'.join(map(str, self.config + self.features))}"
+        return f"{self} {'-'.join(map(str, (*to_integers(self.config), *self.features)))}"
 
 
 class StepKind(NamedTuple):

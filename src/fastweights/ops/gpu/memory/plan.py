@@ -17,8 +17,11 @@ from fastweights.ops.gpu.memory.kernels.forward import invert_chunks, walk_forwa
 from fastweights.ops.gpu.memory.launcher import MOST_SHAPES, Constants, Start, kind_of, paced, side_by_side
 from fastweights.ops.gpu.memory.strides import REACH, Gates, addressable, even, in_units, ready, strides_of
 from fastweights.ops.gpu.memory.variants import (
-    PRECISIONS,
-    Config,
+    HALF,
+    ChunkedWalk,
+    RecurrentWalk,
+    SplitWalk,
+    Variant,
     kept_shapes,
     operand_dtype,
     power_of_two,
@@ -50,9 +53,9 @@ def _token_walk(back: bool) -> Any:
     return token_backward.walk_tokens_backward if back else token_forward.walk_tokens_forward
 
 
-def _twice(config: Config, unit: int) -> bool:
+def _both_ways(config: Variant, unit: int) -> bool:
     """Whether walks load tiles both ways: not where strides make for loads of single entries, which are many."""
-    return bool(config.twice) and unit > 1
+    return isinstance(config, ChunkedWalk) and config.both_ways and unit > 1
 
 
 def _type_of(x: Tensor | None) -> torch.dtype | None:
@@ -83,12 +86,12 @@ class Plan:
         dtype: torch.dtype,
         wide: torch.dtype,
         tied: bool,
-        config: Config,
+        config: Variant,
         features: Features,
         grouped: bool,
     ) -> None:
         # Walks token by token count entries from the first token.
-        self.reach = max(REACH, q.shape[1]) if config.lanes else REACH
+        self.reach = max(REACH, q.shape[1]) if isinstance(config, RecurrentWalk) else REACH
         inputs = ready(self.reach, q, k, v, *gates)
         # Nobody writes or reads it: it stands for states that are not there.
         self.nothing = torch.empty(1, dtype=wide, device=q.device)
@@ -107,15 +110,15 @@ class Plan:
         kept = (kept_shapes(shape, self.M, erases, packed, keep, config) for keep in (False, True))
         self.kept_rooms = tuple(tuple(_room(shape) for shape in shapes) for shapes in kept)
         self.slots = self.kept_rooms[1][0][0][0]
-        self.prepared = bool(config.prepared) and e is not None
-        self.fused = bool(config.fused)
+        self.prepared = config.prepared and e is not None
+        self.fused = not isinstance(config, SplitWalk)
         self.separate = not self.fused and (tied or w is not None or self.kept_dtype != v.dtype)
         self.gate_strides = even((a, e, w), reach=self.reach)[1]
         self.raw_strides = strides_of(q, k, v)
         unit, strides = in_units(self.raw_strides)
         self.strides = (*strides, *self.gate_strides)
         self.grouped, self.bounds_dtype, self.sequences = grouped, _type_of(cu_seqlens), B if grouped else N
-        self.packed, precision = packed is not None, PRECISIONS[config.precision]
+        self.packed = packed is not None
         self.constants = {
             "UNIT": unit,
             "H": self.H,
@@ -133,28 +136,29 @@ class Plan:
             "GROUPED": grouped,
             "MAP": features.map,
             "SUM": bool(features.sum),
-            "GATHER": bool(config.gather),
-            "TWICE": _twice(config, unit),
-            "AHEAD": bool(config.ahead),
-            "LANES": config.lanes,
+            "TWICE": _both_ways(config, unit),
             "LOGITS": bool(features.logits),
             "OPERAND": TYPES[self.kept_dtype],
             "ACC": TYPES[wide],
-            "PRECISION": "ieee" if precision == "16-bit" else precision,
-            "SOLVE": PRECISIONS[config.solve],
+            "PRECISION": "ieee" if config.precision == HALF else config.precision,
         }
+        if isinstance(config, RecurrentWalk):
+            self.constants |= {"LANES": config.lanes}
+            self.block = power_of_two(self.M)
+        elif isinstance(config, ChunkedWalk):
+            self.constants |= {"GATHER": config.gather, "AHEAD": config.prefetch, "SOLVE": config.solve}
+            self.block = min(config.columns, power_of_two(self.M))
         kinds = (q.dtype, dtype, wide, *self.gate_dtypes, self.bounds_dtype, grouped)
         self.depends_on = (q.device.index, *kinds, self.H, R, self.M, unit, self.strides, tied, config, features)
-        self.block = power_of_two(self.M) if config.lanes else min(config.columns, power_of_two(self.M))
         self.invert = self._start(
             invert_chunks,
             self.kept_rooms[1][1][0][0] * self.H,
             (*self.strides[2:4], *self.gate_strides),
-            {"BLOCK_D": min(config.features, power_of_two(self.D)), "PACKED": self.packed},
-            paced(config.invert_warps, 1),
+            {"BLOCK_D": self._key_tile(), "PACKED": self.packed},
+            paced(config.invert_warps if isinstance(config, SplitWalk) else 1, 1),
         )
         self.walks = {read: self._forward_walk(read) for read in (True, False)}
-        self.backs: dict[Any, tuple[Start, Start]] = {}
+        self.backs: dict[Any, tuple[Start, Start | None]] = {}
         self.compiled_ahead = False
 
     def _start(
@@ -176,6 +180,12 @@ class Plan:
             self.device,
         )
 
+    def _key_tile(self) -> int:
+        """Features of the keys that launches over chunks take at a time."""
+        if isinstance(self.config, SplitWalk):
+            return min(self.config.key_tile, power_of_two(self.D))
+        return power_of_two(self.D) if self.features.map else 16
+
     def _programs(self, block: int) -> int:
         return self.N * self.H * -(-self.M // block)
 
@@ -183,7 +193,7 @@ class Plan:
         stages = self.config.forward_stages
         more = {"BLOCK_M": self.block, "PREPARED": self.prepared, "READ": read}
         more |= {"STAGES": stages, "WARPS": self.config.forward_warps}
-        kernel = _token_walk(back=False) if self.config.lanes else walk_forward
+        kernel = _token_walk(back=False) if isinstance(self.config, RecurrentWalk) else walk_forward
         pace = paced(self.config.forward_warps, stages)
         return self._start(kernel, self._programs(self.block), self.strides, more, pace, read)
 
@@ -222,25 +232,28 @@ class Plan:
         self.walks[read](tensors, self.T, int(keep), given)
         return y, W_end, states, inverses, errors
 
-    def _backward_starts(self, dy: Tensor, only_state: bool) -> tuple[Start, Start]:
-        """The walk back, and the launch for what is left by it, for dy with these strides."""
+    def _backward_starts(self, dy: Tensor, only_state: bool) -> tuple[Start, Start | None]:
+        """The walk back, and the launch for what is left by it, if any, for dy with these strides."""
         config = self.config
         unit, strides = in_units((*self.raw_strides, *strides_of(dy)))
         strides = (*strides, *self.gate_strides)
         fused = self.fused and not only_state
         block = power_of_two(self.M) if fused else self.block
         more = {"BLOCK_M": block, "FUSED": fused, "ONLY": only_state, "RIGHT": self.separate}
-        more |= {"UNIT": unit, "TWICE": _twice(config, unit)}
+        more |= {"UNIT": unit, "TWICE": _both_ways(config, unit)}
         more |= {"STAGES": config.backward_stages, "WARPS": config.backward_warps}
         pace = paced(config.backward_warps, config.backward_stages)
         key = (dy.dtype, unit, strides, only_state)
-        kernel = _token_walk(back=True) if config.lanes else walk_backward
+        kernel = _token_walk(back=True) if isinstance(config, RecurrentWalk) else walk_backward
         walk = self._start(kernel, self._programs(block), strides, more, pace, *key)
-        blocks = {"BLOCK_D": min(config.features, power_of_two(self.D)), "BLOCK_M": power_of_two(self.M), "UNIT": unit}
-        blocks |= {"BATCH": config.batch, "TWICE": config.batch > 1 and _twice(config, unit), "PACKED": self.packed}
+        if not isinstance(config, SplitWalk):
+            return walk, None
+        batch = config.chunks_per_program
+        blocks = {"BLOCK_D": self._key_tile(), "BLOCK_M": power_of_two(self.M), "UNIT": unit}
+        blocks |= {"BATCH": batch, "TWICE": batch > 1 and _both_ways(config, unit), "PACKED": self.packed}
         several = self.slots if self.packed else -(-self.T // config.chunk)
-        programs = -(-several // config.batch) * self.H * (1 if self.packed else self.sequences)
-        pace = paced(config.chunk_warps, config.chunk_stages)
+        programs = -(-several // batch) * self.H * (1 if self.packed else self.sequences)
+        pace = paced(config.gradient_warps, config.gradient_stages)
         return walk, self._start(chunk_gradients, programs, strides, blocks, pace, *key)
 
     def compile_ahead(self, back: bool) -> None:
@@ -275,7 +288,7 @@ class Plan:
             walk, chunks = self._backward_starts(dy, only_state)
             rest = (kept, kept, kept, self.dtype, wide, q, q, q, a, e, w, wide, kept, right)
             found.append(walk.compile((*given, bounds, *rest), self.T, 1, 1))
-        if not self.fused:
+        if chunks is not None:
             gradients = (q, q, a, e, w, kept, right)
             found.append(chunks.compile((*given, packed, kept, kept, self.dtype, *gradients), self.sequences, self.T))
         return found
@@ -329,7 +342,7 @@ class Plan:
         room, gate_room = (_NO_ROOM, _NO_ROOM) if only_state else (self.y_room, self.gate_room)
         dv = torch.empty_strided(*room, dtype=self.q_dtype, device=device)
         # A second launch writes dq and dk: they get memory when the first does not need its own any more.
-        split = not self.fused and not only_state
+        split = chunks is not None and not only_state
         dq = dv if split or only_state else torch.empty_strided(*self.q_room, dtype=self.q_dtype, device=device)
         dk = dv if split or only_state else torch.empty_strided(*self.q_room, dtype=self.q_dtype, device=device)
         da, de, dw = (
@@ -349,7 +362,7 @@ class Plan:
             int(wants_state),
         )
         gradients = (dq, dk, dv, (da, de, dw), dW if wants_state else None)
-        if not split:
+        if chunks is None or only_state:
             return gradients, None
         packed = cu_seqlens if self.packed else None
         return gradients, (chunks, (q, k, v, a, e, w, packed, states, errors, dy), (da, de, dw, dstates, dright))
@@ -378,7 +391,7 @@ def plan(
     dtype: torch.dtype,
     wide: torch.dtype,
     tied: bool,
-    config: Config,
+    config: Variant,
     features: Features,
     grouped: bool = False,
 ) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,8 @@ from fastweights.ops.gpu.memory.variants import (
     LEAST_GROUPS,
     LONG,
     TABLE,
+    ChunkedWalk,
+    RecurrentWalk,
     configuration,
     plain_rows,
 )
@@ -33,10 +35,15 @@ def refusal(kind: AnyKind, heads: int, device: torch.device) -> str | None:
     return check_of(kind, heads).refusal(device)
 
 
+def first_right(kinds: Sequence[Kind], heads: int, device: torch.device) -> Kind:
+    """Return the first of these kinds whose kernels may be used on `device`; the last one where none may."""
+    return next((kind for kind in kinds[:-1] if refusal(kind, heads, device) is None), kinds[-1])
+
+
 @cache
 def check_of(kind: AnyKind, heads: int) -> Check:
     """Return the check of one kind of kernel, with as many heads as the call that asks first."""
-    by_token = isinstance(kind, Kind) and kind.config.lanes
+    by_token = isinstance(kind, Kind) and isinstance(kind.config, RecurrentWalk)
     instead = "kernels that walk by chunks" if by_token else "the backend 'chunked'"
 
     def compare(device: torch.device) -> dict[str, float]:
@@ -56,7 +63,7 @@ def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
     generator = torch.Generator(device).manual_seed(0)
     C, H, D, M = kind.config.chunk, heads, kind.D, kind.M
     B, T = (1 if kind.packed else 2), 3 * C + 5
-    if kind.config.groups and not kind.packed:
+    if isinstance(kind.config, ChunkedWalk) and kind.config.groups and not kind.packed:
         # As few chunks as make groups of any configuration.
         T = (LEAST_GROUPS * LEAST_CHUNKS - 1) * C + 5
     wide = torch.promote_types(kind.dtype, torch.float32)
@@ -187,9 +194,10 @@ def shipped() -> Iterator[AnyKind]:
     for dtype, D, M, config in plain_rows():
         if dtype in LIMITS:
             grouped = configuration(D, M, dtype, 1, LONG)
-            for row in (config,) if config == grouped or config.lanes else (config, grouped):
+            recurrent = isinstance(config, RecurrentWalk)
+            for row in (config,) if config == grouped or recurrent else (config, grouped):
                 yield Kind(dtype, D, M, False, True, False, True, False, row)
-            yield Kind(dtype, D, M, not config.lanes, True, False, True, True, config)
+            yield Kind(dtype, D, M, not recurrent, True, False, True, True, config)
     for D, M in TABLE[torch.float16]:
         # One token takes these in bfloat16 too.
         config = configuration(D, M, torch.bfloat16, FEW + 1, 1)
