@@ -141,6 +141,18 @@ def test_examples_run(example):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_training_loop_of_the_examples_learns(tmp_path):
+    (tmp_path / "text").write_text("abcdefgh" * 300)
+    options = [tmp_path / "text", "--carried", "--batch", "4", "--length", "32", "--steps", "40"]
+    command = [sys.executable, ROOT / "examples" / "train_language_model.py", *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert losses[-1] < 0.1 and "abcdefghabcdefgh" in done.stdout
+
+
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, fastweights.cli; assert not {'torch', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
