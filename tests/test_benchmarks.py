@@ -66,9 +66,9 @@ def test_translation_is_measured_with_the_words_of_its_training(preset, monkeypa
 def test_a_long_target_is_decoded_piece_by_piece(attention, monkeypatch):
     monkeypatch.setattr(translation, "SIZES", {"cpu": (16, 2)})
     case = translation.Case(attention, 9, "tiny", "cpu", False)
-    whole = case.step(case.far())
+    whole = case.step(case.decoded())
     monkeypatch.setattr(translation, "PIECE", 4)
-    pieces = case.step(case.far())
+    pieces = case.step(case.decoded())
     for a, b in zip(whole.past.layers, pieces.past.layers, strict=True):
         for name, tensor in a.tensors().items():
             torch.testing.assert_close(b.tensors()[name], tensor)

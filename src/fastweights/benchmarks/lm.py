@@ -53,7 +53,7 @@ class StockSoftmax(nn.AdaptiveLogSoftmaxWithLoss):
     """PyTorch's adaptive softmax, which cannot share its words with an embedding."""
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
-        """-log p(target) for hidden (B, T, d_model) and targets (B, T)."""
+        """Return -log p(target) for hidden (B, T, d_model) and targets (B, T)."""
         return -super().forward(hidden.flatten(0, 1), targets.flatten()).output.view_as(targets)
 
 
@@ -66,7 +66,7 @@ def with_stock_softmax(model: LanguageModel) -> None:
 
 
 class Way(NamedTuple):
-    """A way of training: settings, backends that layers are not to choose by themselves, and what is changed else."""
+    """A way of training: its settings, backends that layers must take, and another change to the model."""
 
     settings: Mapping[str, Any]
     backends: Mapping[type[nn.Module], str] = {}
@@ -89,13 +89,13 @@ WAYS: dict[str, Way] = {
 # Words 1 to 13,000 fall off as 1 / rank, rarer ones as 1 / rank²: 93 % in the head of 20,000, 3.5, 2.8 and 0.2 % in the
 # clusters after it, against 93, 3, 3 and 0.3 % in real text.
 ZIPF_BREAK, ZIPF_SHIFT = 13_000, 2.7
-# Losses may differ by so much, relatively, for 8 bits of mantissa.
+# The relative difference of losses that 8 bits of mantissa excuse.
 AGREEMENT = 1e-2
 SEED = 1111
 
 
 def zipf(words: int, count: int) -> Tensor:
-    """`count` random words with about the frequencies of text."""
+    """Draw `count` random words with about the frequencies of text."""
     rank = torch.arange(1, words + 1, dtype=torch.float64) + ZIPF_SHIFT
     p = torch.where(rank < ZIPF_BREAK, 1 / rank, ZIPF_BREAK / rank**2)
     draws = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(SEED))
@@ -103,7 +103,7 @@ def zipf(words: int, count: int) -> Tensor:
 
 
 def random_corpus(size: str) -> Corpus:
-    """A corpus of `zipf` words for a preset, long enough for every update of the benchmark."""
+    """Make a corpus of `zipf` words for a preset, long enough for every update of the benchmark."""
     recipe, words = RECIPES[size], PRESETS[size]().vocab_size
     streams = [TokenStream(zipf(words, n * recipe["batch_size"] * recipe["segment"])) for n in (64, 2, 2)]
     manifest = {"name": "zipf", "vocabulary": {"sha256": ""}, "splits": {}}
@@ -111,12 +111,12 @@ def random_corpus(size: str) -> Corpus:
 
 
 def make(corpus: Corpus, size: str, model: str, way: str, device: str, **changes: Any) -> Learner:
-    """The model of that name in that way of training, ready for its first update."""
-    trained = look_up(WAYS, way, "way of training")
+    """Build the model of that name in that way of training, ready for its first update."""
+    chosen = look_up(WAYS, way, "way of training")
     choice: dict[str, Any] = look_up(MODELS, model, "model")
     usual: dict[str, Any] = {"steps": 10_000, "accelerator": device, "seed": SEED}
-    task, config = assemble(corpus, preset=size, **{**choice, **usual, **trained.settings, **changes})
-    _build_as(task, trained)
+    task, config = assemble(corpus, preset=size, **{**choice, **usual, **chosen.settings, **changes})
+    _build_as(task, chosen)
     return Learner(launch(task, config), task, config)
 
 
@@ -136,18 +136,18 @@ def _build_as(task: LanguageTask, way: Way) -> None:
 
 
 def first_losses(learner: Learner, count: int) -> list[float]:
-    """The losses of the first updates."""
-    found = []
+    """Return the losses of the first updates."""
+    losses = []
     for _ in range(count):
         learner.advance()
-        found.append(learner.read()["loss"])
-    return found
+        losses.append(learner.read()["loss"])
+    return losses
 
 
 def agreement(
     corpus: Corpus, size: str, model: str, ways: Sequence[str], device: str, count: int, **changes: Any
 ) -> dict[str, Any]:
-    """First losses without dropout of each way, and how far they are from those of the first way."""
+    """Compare the first losses of each way, without dropout, with those of the first way."""
     losses = {}
     for way in ways:
         losses[way] = first_losses(make(corpus, size, model, way, device, dropout=0.0, **changes), count)
@@ -156,15 +156,14 @@ def agreement(
     return {"losses": losses, "largest_difference": off, "agree": all(x <= AGREEMENT for x in off.values())}
 
 
-def furthest(found: Sequence[float], exact: Sequence[float]) -> float:
-    """The largest relative difference; infinite where one is not a number, which `max` would pass over."""
-    off = [abs(a - b) / abs(b) for a, b in zip(found, exact, strict=True)]
+def furthest(losses: Sequence[float], exact: Sequence[float]) -> float:
+    """Return the largest relative difference; infinite where one is not a number, which `max` would pass over."""
+    off = [abs(a - b) / abs(b) for a, b in zip(losses, exact, strict=True)]
     return math.inf if any(map(math.isnan, off)) else max(off)
 
 
 def measure(learner: Learner, steps: int, blocks: int = 5) -> dict[str, Any]:
-    """Median time of an update over `blocks` blocks of `steps`, words a second, the most memory in use, and the kernels
-    that took the time."""
+    """Measure an update: the median over `blocks` blocks of `steps`, words a second, peak memory, and its kernels."""
     cuda = learner.device.type == "cuda"
     start = time.perf_counter()
     if cuda:
@@ -203,7 +202,7 @@ def tidy(device: str) -> None:
 
 
 def _attempt(function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-    """What it gives, or why it failed: one model must not take the others' measurements with it."""
+    """Return what it returns, or why it failed: one model must not take the others' measurements with it."""
     try:
         result: dict[str, Any] = function(*arguments, **options)
         return result
@@ -214,7 +213,7 @@ def _attempt(function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
 def case(
     corpus: Corpus, size: str, model: str, ways: Sequence[str], device: str, steps: int, compared: int
 ) -> dict[str, Any]:
-    """One model: agreement first, then the speed of each way."""
+    """Measure one model: agreement first, then the speed of each way."""
     row: dict[str, Any] = {"size": size, "model": model, "data": corpus.manifest["name"]}
     same = [way for way in ways if WAYS[way].change is None]
     if compared and len(same) > 1:

@@ -27,7 +27,7 @@ from fastweights.common.tables import look_up
 from fastweights.data.text.corpus import Corpus
 from fastweights.models.presets import RECIPES
 
-# Perplexities may differ by so much, relatively.
+# The relative difference that perplexities may have.
 ENDING = 1e-2
 # Points of each curve.
 POINTS = 40
@@ -36,25 +36,22 @@ POINTS = 40
 def perplexities(
     corpus: Corpus, size: str, model: str, ways: Sequence[str], device: str, steps: int, **changes: Any
 ) -> dict[str, Any]:
-    """Losses on the way to, and validation at, the end of a training of so many steps in each way."""
-    found: dict[str, Any] = {}
+    """Train for `steps` in each way, and compare the perplexities at the end; the losses on the way are kept too."""
+    trained: dict[str, Any] = {}
     for way in ways:
-        learner, curve, start = (
-            lm.make(corpus, size, model, way, device, steps=steps, **changes),
-            [],
-            time.perf_counter(),
-        )
+        learner = lm.make(corpus, size, model, way, device, steps=steps, **changes)
+        curve, start = [], time.perf_counter()
         while learner.step < steps:
             learner.advance()
             if learner.step % -(-steps // POINTS) == 0 or learner.step == steps:
                 curve.append([learner.step, learner.read()["loss"]])
         spent = time.perf_counter() - start
-        found[way] = {"training_curve": curve, "valid": learner.validate(), "train_s": round(spent, 1)}
+        trained[way] = {"training_curve": curve, "valid": learner.validate(), "train_s": round(spent, 1)}
         del learner
         lm.tidy(device)
-    exact = [found[ways[0]]["valid"]["ppl"]]
-    off = {way: lm.furthest([found[way]["valid"]["ppl"]], exact) for way in ways[1:]}
-    return {"ways": found, "largest_difference": off, "agree": all(x <= ENDING for x in off.values())}
+    exact = [trained[ways[0]]["valid"]["ppl"]]
+    off = {way: lm.furthest([trained[way]["valid"]["ppl"]], exact) for way in ways[1:]}
+    return {"ways": trained, "largest_difference": off, "agree": all(x <= ENDING for x in off.values())}
 
 
 def run(

@@ -6,7 +6,6 @@ Each measurement runs in a process of its own, so that its peak memory is its ow
 from __future__ import annotations
 
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from torch import Tensor
 
 import fastweights as fw
 from fastweights.benchmarks.record import write_record
+from fastweights.benchmarks.timing import median_seconds
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -31,7 +31,7 @@ SEED = 0
 
 
 def quadratic(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """The delta rule over the whole sequence at once: one triangular system of T x T for each head."""
+    """Compute the delta rule over the whole sequence at once: one triangular system of T x T for each head."""
     q, k, v, beta = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), beta.transpose(1, 2).unsqueeze(-1)
     system = (beta * (k @ k.mT)).tril(-1)
     u = torch.linalg.solve_triangular(system, beta * v, upper=False, unitriangular=True)
@@ -48,13 +48,13 @@ RIVALS: dict[str, Run] = {
 
 
 def peak_bytes() -> int:
-    """The most memory this process has had."""
+    """Return the most memory this process has had."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def measure(rival: str, shape: tuple[int, int, int, int], repeats: int, threads: int) -> dict[str, Any]:
-    """Median seconds of forward and of forward + backward, and the bytes that came on top of the inputs."""
+    """Return the median seconds of forward and of forward + backward, and the bytes on top of the inputs."""
     torch.set_num_threads(threads)
     torch.manual_seed(SEED)
     B, T, H, D = shape
@@ -71,15 +71,8 @@ def measure(rival: str, shape: tuple[int, int, int, int], repeats: int, threads:
         torch.autograd.grad(run(*leaves).sum(), leaves)
 
     before = peak_bytes()
-    seconds = {}
-    for name, function in (("forward", forward), ("forward_backward", both)):
-        function()
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - start)
-        seconds[name] = statistics.median(times)
+    steps = {"forward": forward, "forward_backward": both}
+    seconds = {name: median_seconds(step, repeats) for name, step in steps.items()}
     return {"rival": rival, "shape": list(shape), **seconds, "peak_bytes": peak_bytes() - before}
 
 

@@ -29,7 +29,7 @@ SEED = 0
 
 
 def case(size: str, model: str, device: str, pasts: Sequence[int], graph: bool) -> list[dict[str, Any]]:
-    """ms for a token and bytes of the state after each past, shortest first."""
+    """Measure ms for a token and bytes of the state after each past, shortest first."""
     torch.manual_seed(SEED)
     network = LanguageModel(PRESETS[size](mixer=model, positions="none")).to(device)
     stream, rows = Stream(network, graph=graph), []
@@ -38,8 +38,8 @@ def case(size: str, model: str, device: str, pasts: Sequence[int], graph: bool) 
         stream.feed(words[stream.position : past])
         # The first is not like the others: kernels are compiled, the graph is recorded.
         times = [_timed(stream, words[past + i : past + i + 1]) for i in range(TIMED + 1)][1:]
-        found = {"size": size, "model": model, "graph": graph, "past": past, "ms": 1e3 * statistics.median(times)}
-        rows.append({**found, "state_bytes": stream.nbytes})
+        row = {"size": size, "model": model, "graph": graph, "past": past, "ms": 1e3 * statistics.median(times)}
+        rows.append({**row, "state_bytes": stream.nbytes})
     return rows
 
 

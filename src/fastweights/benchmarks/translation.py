@@ -14,7 +14,6 @@ Decoding is by steps of the model, a token for each sentence.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastweights.benchmarks.record import write_record
+from fastweights.benchmarks.timing import median_seconds
 from fastweights.inference.translate import RecordedDecoder, refusal
 from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_presets import PRESETS, SUBWORDS
@@ -56,11 +56,11 @@ class Case:
         self.source = torch.randint(4, words, (max(self.train_rows, self.sentences), length), device=device)
 
     def precision(self) -> torch.autocast:
-        """bfloat16 in the matrix products where asked for."""
+        """Return the context with bfloat16 in the matrix products where asked for."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
 
     def update(self) -> None:
-        """One update on sources and targets of that length."""
+        """Make one update on sources and targets of that length."""
         rows = self.source[: self.train_rows]
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -78,8 +78,8 @@ class Case:
             return self.model.decode(rows[:, :1], self.model.encode(rows))[1]
 
     @torch.no_grad()
-    def far(self) -> Any:
-        """The state after as long a target as the source."""
+    def decoded(self) -> Any:
+        """Return the state after as long a target as the source."""
         self.model.eval()
         rows = self.source[: self.sentences]
         with self.precision():
@@ -90,7 +90,7 @@ class Case:
 
     @torch.no_grad()
     def step(self, state: Any, count: int = 1, recorded: bool = False) -> Any:
-        """`count` more tokens for every sentence."""
+        """Decode `count` more tokens of every sentence."""
         decoder = self.recorded if recorded and self.recorded is not None else self.model
         token = self.source[: self.sentences, 0]
         with self.precision():
@@ -100,47 +100,35 @@ class Case:
         return state
 
     def translate(self, recorded: bool = False) -> None:
-        """Sources to `NEW` tokens each, greedily."""
+        """Translate the sources to `NEW` tokens each, greedily."""
         self.step(self.encode(), NEW - 1, recorded)
-
-    def seconds(self, function: Callable[[], Any], repeats: int) -> float:
-        """Median time of a call, after one to warm up."""
-        function()
-        times = []
-        for _ in range(repeats):
-            self._wait()
-            start = time.perf_counter()
-            function()
-            self._wait()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def measure(attention: str, length: int, preset: str, device: str, autocast: bool, repeats: int) -> dict[str, Any]:
-    """The row of one model at one length."""
+    """Return the row of one model at one length."""
     case = Case(attention, length, preset, device, autocast)
-    update = case.seconds(case.update, repeats)
+
+    def seconds(function: Callable[[], object]) -> float:
+        return median_seconds(function, repeats, device)
+
+    update = seconds(case.update)
     case.optimizer.zero_grad(set_to_none=True)
-    far = case.far()
-    found = {
+    state = case.decoded()
+    row = {
         "attention": attention,
         "source_length": length,
         "train_rows": case.train_rows,
         "train_tokens_per_s": case.train_rows * length / update,
         "sentences": case.sentences,
-        "encode_ms": 1e3 * case.seconds(case.encode, repeats),
-        "step_ms": 1e3 * case.seconds(lambda: case.step(far, 8), repeats) / 8,
-        "sentences_per_s": case.sentences / case.seconds(case.translate, repeats),
-        "state_bytes": far.nbytes // case.sentences,
+        "encode_ms": 1e3 * seconds(case.encode),
+        "step_ms": 1e3 * seconds(lambda: case.step(state, 8)) / 8,
+        "sentences_per_s": case.sentences / seconds(case.translate),
+        "state_bytes": state.nbytes // case.sentences,
     }
     if case.recorded is not None:
-        found["recorded_step_ms"] = 1e3 * case.seconds(lambda: case.step(far, 8, True), repeats) / 8
-        found["recorded_sentences_per_s"] = case.sentences / case.seconds(lambda: case.translate(True), repeats)
-    return found
+        row["recorded_step_ms"] = 1e3 * seconds(lambda: case.step(state, 8, True)) / 8
+        row["recorded_sentences_per_s"] = case.sentences / seconds(lambda: case.translate(True))
+    return row
 
 
 def run(out: Path | None, preset: str, device: str, precision: str, repeats: int) -> None:
