@@ -8,7 +8,7 @@ import torch
 
 import fastweights as fw
 from fastweights.feature_maps import FEATURE_MAPS, gram_schmidt
-from fastweights.layers.reading import FastWeightReading
+from fastweights.layers.cross_attention import FastWeightReading
 
 OPTIONS = {
     "dpfp": [{"nu": 1}, {"nu": 3}, {"nu": 9}],

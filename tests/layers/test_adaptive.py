@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fastweights.layers import adaptive_dense
 from fastweights.layers.adaptive import AdaptiveSoftmax
+from fastweights.ops.losses import adaptive_softmax
 from tests.ops.calls import relative_error
 
 V, D, CUTOFFS = 31, 6, (7, 12, 25)
@@ -97,13 +97,13 @@ def test_gradcheck():
 
 
 def test_logits_stay_within_the_room(monkeypatch):
-    made, honest = [], adaptive_dense.logits_of
+    made, honest = [], adaptive_softmax.logits_of
 
     def watched(*arguments):
         made.append(honest(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(adaptive_dense, "logits_of", watched)
+    monkeypatch.setattr(adaptive_softmax, "logits_of", watched)
     layer, (hidden, targets) = make(tile_bytes=500, dtype=torch.float32), tokens(200, dtype=torch.float32)
     kept = {}
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x)

@@ -1,40 +1,21 @@
-"""The softmax kernels: in Triton's interpreter against the dense path and torch's own, and compiled without a GPU.
-
-The interpreter has to be chosen before Triton is first imported, so its tests run in a process of their own.
-"""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The softmax kernels: in Triton's interpreter against the dense path and torch's own, and compiled without a GPU."""
 
 import pytest
 import torch
 
-from fastweights.layers import adaptive_check, adaptive_fused
 from fastweights.layers.adaptive import AdaptiveSoftmax
-from fastweights.layers.adaptive_check import compare, refuses
-from fastweights.layers.adaptive_fused import TABLE, Config, configuration, fused_nll
+from fastweights.ops.gpu.adaptive_softmax import launch
+from fastweights.ops.gpu.adaptive_softmax.operators import nll_and_kept
+from fastweights.ops.gpu.adaptive_softmax.self_check import compare, refuses
+from fastweights.ops.gpu.adaptive_softmax.variants import TABLE, Config, configuration
+from tests.layers.kernels import fits_hopper, record
+from tests.ops.interpreted import INTERPRETED, inside, outside
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
-outside = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 CPU, V, D, CUTOFFS = torch.device("cpu"), 61, 6, (9, 17, 50)
 # As shipped, except that a softmax of so few rows is split too.
 SMALL = Config(16, 16, 4, 1, 16, 16, 4, 1, parts=4, least=16)
-
-
-@pytest.mark.slow
-@outside
-def test_in_the_interpreter():
-    """Runs the rest of this file with the interpreter."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout=280", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-    assert "passed" in run.stdout
 
 
 def agree(dtype=torch.float64, d=D, tokens=19, words=V, cutoffs=CUTOFFS, targets=None, config=SMALL):
@@ -140,8 +121,8 @@ def test_as_a_custom_op():
     torch.use_deterministic_algorithms(False)
     layer, hidden = layer_of("fused"), torch.randn(5, D, dtype=torch.float64, requires_grad=True)
     weights = (layer.weight, layer.bias, layer.cluster_weight, layer.cluster_bias)
-    arguments = (hidden, *weights, torch.tensor([0, 8, 9, 20, 60]), list(CUTOFFS), True, list(SMALL), False)
-    torch.library.opcheck(fused_nll, arguments)
+    arguments = (hidden, *weights, torch.tensor([0, 8, 9, 20, 60]), list(CUTOFFS), True, list(SMALL))
+    torch.library.opcheck(nll_and_kept, arguments)
 
 
 @inside
@@ -172,35 +153,6 @@ def test_without_a_gpu():
         AdaptiveSoftmax(V, D, backend="fast")
 
 
-class Recorder:
-    """Stands where a kernel stands and notes what it is called with."""
-
-    def __init__(self, kernel, calls):
-        self.kernel, self.calls = kernel, calls
-
-    def __getitem__(self, grid):
-        return lambda *arguments, **options: self.calls.append((self.kernel, arguments, options))
-
-
-def launches(monkeypatch, dtype, d, config):
-    """What is launched for the paper's vocabulary and batch."""
-    from fastweights.layers import adaptive_kernels
-
-    calls = []
-    for name in ("arrange", "partial_softmax", "finish", "weight_gradient"):
-        monkeypatch.setattr(adaptive_kernels, name, Recorder(getattr(adaptive_kernels, name), calls))
-
-    def tensor(*shape, dtype=torch.float32):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    N, words, cutoffs = 24_576, 267_735, [20_000, 40_000, 200_000]
-    weights = tensor(words, d), tensor(words), tensor(3, d), tensor(3)
-    inputs = (tensor(N, d, dtype=dtype), *weights, tensor(N, dtype=torch.int64), cutoffs, True, list(config), True)
-    found = adaptive_fused.fused_nll._init_fn(*inputs)
-    adaptive_fused.fused_nll_backward._init_fn(tensor(N), *found[2:], cutoffs, torch.float32, list(config))
-    return calls
-
-
 ROWS = [
     pytest.param(dtype, d, config, id=f"{str(dtype)[6:]}-{d}")
     for dtype, rows in TABLE.items()
@@ -213,26 +165,16 @@ ROWS = [
 @outside
 @pytest.mark.parametrize(("dtype", "d", "config"), ROWS)
 def test_compiles_for_hopper(monkeypatch, dtype, d, config):
-    from tests.ops.test_triton_aot import SHARED, build
+    """For the paper's vocabulary and batch."""
+    from fastweights.ops.gpu.adaptive_softmax import kernels
 
-    calls = launches(monkeypatch, dtype, d, config)
-    assert len(calls) == 4
-    for kernel, arguments, options in calls:
-        named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-        positional = [named.pop(name) for name in kernel.arg_names]
-        built = build((kernel, positional, {"num_warps": 4, "num_stages": 3, **named}), 90)
-        assert built.metadata.shared <= SHARED[90], kernel.__name__
-        assert "cubin" in built.asm
+    calls = record(monkeypatch, kernels, "sort_tokens", "partial_softmax", "join_parts", "weight_gradient")
 
+    def tensor(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
 
-def test_a_wrong_kernel_is_found_out(monkeypatch):
-    """On a GPU, where it runs before the kernels do."""
-    off = {"nll": 1e-4, "weight": 0.3, "bias": float("nan")}
-    monkeypatch.setattr(adaptive_check, "compare", lambda *_, **__: off)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    with pytest.warns(UserWarning, match="will not be used here"):
-        reason = adaptive_check._verdict.__wrapped__(torch.bfloat16, torch.float32, 128, CPU)
-    assert "wrong on this machine: off weight by 3e-01, bias by nan" in reason
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="run the call once before"):
-        adaptive_check._verdict.__wrapped__(torch.bfloat16, torch.float32, 128, CPU)
+    N, words, cutoffs = 24_576, 267_735, [20_000, 40_000, 200_000]
+    weights = tensor(words, d), tensor(words), tensor(3, d), tensor(3)
+    _, kept = launch.forward(tensor(N, d, dtype=dtype), *weights, tensor(N, dtype=torch.int64), cutoffs, True, config)
+    launch.backward(tensor(N), kept, cutoffs, torch.float32, config)
+    fits_hopper(calls, 4)

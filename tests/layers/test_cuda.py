@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from fastweights.benchmarks import lm
-from fastweights.layers import adaptive_check, feedforward_fused, smoothed
+from fastweights.ops.gpu.adaptive_softmax import self_check as adaptive
+from fastweights.ops.gpu.feedforward import self_check as feedforward
+from fastweights.ops.gpu.label_smoothing import self_check as smoothing
+from fastweights.ops.gpu.label_smoothing.launch import BLOCK
+from fastweights.ops.self_check import LIMITS
 from tests.ops.calls import linear_attention_errors
 
 pytestmark = [
@@ -21,23 +25,23 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize("cutoffs", [(500, 1000, 7500), ()], ids=str)
 def test_softmax(dtype, d, cutoffs):
     for tokens in (1, 129, 1000):
-        errors = adaptive_check.compare(dtype, torch.float32, d, CUDA, tokens, 9001, cutoffs)
-        assert all(error < adaptive_check.LIMITS[dtype] for error in errors.values()), errors
+        errors = adaptive.compare(dtype, torch.float32, d, CUDA, tokens, 9001, cutoffs)
+        assert all(error < LIMITS[dtype] for error in errors.values()), errors
 
 
 @pytest.mark.parametrize("d_model", [16, 100, 128, 256])
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_feedforward(d_model, p):
     for tokens in (1, 129, 1000):
-        errors = feedforward_fused.compare(torch.bfloat16, d_model, 300, CUDA, tokens, p)
-        assert all(error < feedforward_fused.LIMIT for error in errors.values()), errors
+        errors = feedforward.compare(torch.bfloat16, d_model, 300, CUDA, tokens, p)
+        assert all(error < LIMITS[torch.bfloat16] for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("dtype", smoothed.LIMITS, ids=str)
-@pytest.mark.parametrize("words", [5, smoothed.BLOCK, 32_000])
+@pytest.mark.parametrize("dtype", smoothing.DTYPES, ids=str)
+@pytest.mark.parametrize("words", [5, BLOCK, 32_000])
 def test_smoothed_losses(dtype, words):
-    errors = smoothed.compare(dtype, CUDA, 700, words)
-    assert all(error < smoothed.LIMITS[dtype] for error in errors.values()), errors
+    errors = smoothing.compare(dtype, CUDA, 700, words)
+    assert all(error < LIMITS[dtype] for error in errors.values()), errors
 
 
 @pytest.mark.parametrize(("T", "S"), [(57, 57), (500, 500), (5, 1500)])

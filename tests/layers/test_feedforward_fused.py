@@ -1,37 +1,20 @@
-"""The feed-forward kernels: in Triton's interpreter against plain PyTorch, and compiled without a GPU.
-
-The interpreter has to be chosen before Triton is first imported, so its tests run in a process of their own.
-"""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The feed-forward kernels: in Triton's interpreter against plain PyTorch, and compiled without a GPU."""
 
 import pytest
 import torch
 
-from fastweights.layers import feedforward_fused
 from fastweights.layers.feedforward import FeedForward
-from fastweights.layers.feedforward_fused import TILES, compare, fused_feedforward, new_seed, refuses
+from fastweights.ops.gpu import device
+from fastweights.ops.gpu.feedforward import launch
+from fastweights.ops.gpu.feedforward.launch import TILES
+from fastweights.ops.gpu.feedforward.operators import new_seed, output_and_middle
+from fastweights.ops.gpu.feedforward.self_check import compare, refuses
+from tests.layers.kernels import fits_hopper, record
+from tests.ops.interpreted import INTERPRETED, inside, outside
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
-outside = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 CPU = torch.device("cpu")
-
-
-@pytest.mark.slow
-@outside
-def test_in_the_interpreter():
-    """Runs the rest of this file with the interpreter."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout=280", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-    assert "passed" in run.stdout
 
 
 @inside
@@ -83,7 +66,7 @@ def test_what_is_dropped_looks_random():
     """Each entry as often as any other, and no two tokens, entries or draws alike."""
     n, F, p, draws = 130, 70, 0.25, 12
     x, w1, b1, w2 = torch.zeros(n, 16), torch.zeros(F, 16), torch.ones(F), torch.zeros(16, F)
-    masks = torch.stack([fused_feedforward(x, w1, b1, w2, new_seed(CPU), p, True)[1] == 0 for _ in range(draws)])
+    masks = torch.stack([launch.forward(x, w1, b1, w2, new_seed(CPU), p)[1] == 0 for _ in range(draws)])
     masks = (masks.double() - p) / (p * (1 - p)) ** 0.5
     for means in (masks.mean((1, 2)) * (n * F) ** 0.5, masks.mean((0, 1)) * (n * draws) ** 0.5, masks.mean() * 330):
         assert means.abs().max() < 4
@@ -102,7 +85,7 @@ def test_nan_stays():
 def test_as_a_custom_op():
     torch.use_deterministic_algorithms(False)
     x, w1, b1, w2 = (torch.randn(s, requires_grad=True) for s in ((5, 6), (9, 6), (9,), (6, 9)))
-    torch.library.opcheck(fused_feedforward, (x, w1, b1, w2, new_seed(CPU), 0.0, False))
+    torch.library.opcheck(output_and_middle, (x, w1, b1, w2, new_seed(CPU), 0.0))
 
 
 @inside
@@ -128,19 +111,9 @@ def test_without_a_gpu():
         FeedForward(6, 10, backend="fast")
 
 
-def test_a_wrong_kernel_is_found_out(monkeypatch):
-    """On a GPU, where it runs before the kernels do."""
-    monkeypatch.setattr(feedforward_fused, "compare", lambda *_: {"y": 1e-3, "x": 0.5})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    with pytest.warns(UserWarning, match="will not be used here"):
-        assert "off x by 5e-01" in feedforward_fused._verdict.__wrapped__(128, 2048, 0.1, CPU)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="run the call once before"):
-        feedforward_fused._verdict.__wrapped__(128, 2048, 0.1, CPU)
-
-
 def test_refusals(monkeypatch):
-    monkeypatch.setattr(feedforward_fused, "unavailable", lambda: None)
+    monkeypatch.setattr(device, "unavailable", lambda: None)
+    monkeypatch.setattr(device, "interpreted", lambda: True)
     assert "d_model may be up to 256, got 300" in refuses(torch.zeros(2, 300), 10, 0.1)
     assert "more than can be numbered" in refuses(torch.zeros(2**20, 1), 2048, 0.1)
 
@@ -149,22 +122,12 @@ def test_refusals(monkeypatch):
 @outside
 @pytest.mark.parametrize("d", [*TILES, 100])
 def test_compiles_for_hopper(monkeypatch, d):
-    from fastweights.layers import feedforward_kernels
-    from tests.layers.test_adaptive_fused import Recorder
-    from tests.ops.test_triton_aot import SHARED, build
+    from fastweights.ops.gpu.feedforward import kernels
 
-    calls = []
-    for name in ("widen", "widen_gradient"):
-        monkeypatch.setattr(feedforward_kernels, name, Recorder(getattr(feedforward_kernels, name), calls))
+    calls = record(monkeypatch, kernels, "widen", "widen_gradient")
     n, F = 24_576, 2048
     x, w1, w2 = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((n, d), (F, d), (d, F)))
     bias, seed = torch.empty(F, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
-    y, wide = fused_feedforward._init_fn(x, w1, bias, w2, seed, 0.1, True)
-    feedforward_fused.fused_feedforward_backward._init_fn(y, x, w1, w2, wide, 0.1)
-    assert len(calls) == 2
-    for kernel, arguments, options in calls:
-        named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-        positional = [named.pop(name) for name in kernel.arg_names]
-        built = build((kernel, positional, named), 90)
-        assert built.metadata.shared <= SHARED[90], kernel.__name__
-        assert "cubin" in built.asm
+    y, middle = launch.forward(x, w1, bias, w2, seed, 0.1)
+    launch.backward(y, x, w1, w2, middle, 0.1)
+    fits_hopper(calls, 2)

@@ -1,13 +1,14 @@
 """The losses with label smoothing: the formula, its gradient by finite differences, and the kernels against float64."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from fastweights.layers.smoothed import smoothed_nll
+from fastweights.ops.gpu.label_smoothing import launch
+from fastweights.ops.gpu.label_smoothing.self_check import compare, refuses
+from fastweights.ops.losses.label_smoothing import dense_nll, smoothed_nll
+from fastweights.ops.self_check import LIMITS
+from tests.layers.kernels import fits_hopper, record
+from tests.ops.interpreted import inside, outside
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
@@ -31,57 +32,46 @@ def test_16_bit_logits_have_losses_in_32():
     assert smoothed.dtype == nll.dtype == torch.float32
 
 
-INTERPRETED = """
-import torch
-from fastweights.layers import smoothed
-assert smoothed.refuses(torch.zeros(1, 2)) is None
-for words in (5, smoothed.BLOCK, 2 * smoothed.BLOCK + 77):
-    for name, error in smoothed.compare(torch.float32, torch.device("cpu"), 4, words).items():
-        assert error < smoothed.LIMITS[torch.float32], (words, name, error)
-# One of the two losses alone, rows in two dimensions, and logits that are no block of memory.
-logits = torch.randn(3, 40, 2).transpose(1, 2).requires_grad_()
-targets = torch.randint(40, (3, 2))
-for which in (0, 1):
-    ours = smoothed.smoothed_nll(logits, targets, 0.1)[which]
-    theirs = smoothed.dense_nll(logits, targets, 0.1)[which]
+@inside
+def test_the_kernels():
+    assert refuses(torch.zeros(1, 2)) is None
+    for words in (5, launch.BLOCK, 2 * launch.BLOCK + 77):
+        for name, error in compare(torch.float32, torch.device("cpu"), 4, words).items():
+            assert error < LIMITS[torch.float32], (words, name, error)
+
+
+@inside
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_loss_alone_of_logits_that_are_no_block_of_memory(which):
+    logits = torch.randn(3, 40, 2).transpose(1, 2).requires_grad_()
+    targets = torch.randint(40, (3, 2))
+    ours, theirs = (nll(logits, targets, 0.1)[which] for nll in (smoothed_nll, dense_nll))
     torch.testing.assert_close(ours, theirs)
-    grads = (torch.autograd.grad(x.square().sum(), logits)[0] for x in (ours, theirs))
-    torch.testing.assert_close(*grads)
-# Targets that are no block of memory, and words that are ruled out: a whole block of them, the target's not among them.
-logits = torch.randn(4, 1, smoothed.BLOCK + 9)
-targets = (smoothed.BLOCK + torch.randint(9, (4, 2)))[:, :1]
-torch.testing.assert_close(smoothed.smoothed_nll(logits, targets, 0.1), smoothed.dense_nll(logits, targets, 0.1))
-logits[..., :smoothed.BLOCK] = -torch.inf
-ours, theirs = (nll(logits.requires_grad_(), targets, 0.0) for nll in (smoothed.smoothed_nll, smoothed.dense_nll))
-assert all(x.isfinite().all() for x in theirs)
-torch.testing.assert_close(ours, theirs)
-torch.testing.assert_close(*(torch.autograd.grad(x[0].sum(), logits)[0] for x in (ours, theirs)))
-"""
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), logits)[0] for x in (ours, theirs)))
 
 
-def test_the_kernels_in_the_interpreter():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@inside
+def test_targets_that_are_no_block_of_memory_and_words_that_are_ruled_out():
+    """A whole block of them, the target's not among them."""
+    logits = torch.randn(4, 1, launch.BLOCK + 9)
+    targets = (launch.BLOCK + torch.randint(9, (4, 2)))[:, :1]
+    torch.testing.assert_close(smoothed_nll(logits, targets, 0.1), dense_nll(logits, targets, 0.1))
+    logits[..., : launch.BLOCK] = -torch.inf
+    ours, theirs = (nll(logits.requires_grad_(), targets, 0.0) for nll in (smoothed_nll, dense_nll))
+    assert all(x.isfinite().all() for x in theirs)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*(torch.autograd.grad(x[0].sum(), logits)[0] for x in (ours, theirs)))
 
 
 @pytest.mark.slow
+@outside
 def test_compiles_for_hopper(monkeypatch):
     pytest.importorskip("triton")
-    from fastweights.layers import smoothed, smoothed_kernels
-    from tests.layers.test_adaptive_fused import Recorder
-    from tests.ops.test_triton_aot import SHARED, build
+    from fastweights.ops.gpu.label_smoothing import kernels
 
-    calls = []
-    for name in ("row_losses", "row_gradients"):
-        monkeypatch.setattr(smoothed_kernels, name, Recorder(getattr(smoothed_kernels, name), calls))
-    logits = torch.empty(24_576, 32_000, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    losses, nll = smoothed._Fused.apply(logits, torch.empty(24_576, dtype=torch.int64, device="meta"), 0.1)
-    (losses.sum() + nll.sum()).backward()
-    assert len(calls) == 2
-    for kernel, arguments, options in calls:
-        named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-        positional = [named.pop(name) for name in kernel.arg_names]
-        built = build((kernel, positional, named), 90)
-        assert built.metadata.shared <= SHARED[90] and "cubin" in built.asm, kernel.__name__
+    calls = record(monkeypatch, kernels, "row_losses", "row_gradients")
+    logits = torch.empty(24_576, 32_000, dtype=torch.bfloat16, device="meta")
+    targets = torch.empty(24_576, dtype=torch.int64, device="meta")
+    losses = launch.forward(logits, targets, 0.1)
+    launch.backward(losses.smoothed, losses.nll, logits, targets, losses.totals, 0.1)
+    fits_hopper(calls, 2)

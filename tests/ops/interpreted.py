@@ -17,11 +17,11 @@ inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that te
 outside = pytest.mark.skipif(INTERPRETED, reason="this is that process")
 
 
-def rerun(file: str) -> None:
-    """Run the tests of a file with the interpreter."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout=280", file]
+def rerun(*files: str | Path) -> None:
+    """Run the tests of some files with the interpreter."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout=280", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, cwd=Path(file).parents[2], capture_output=True, text=True)
+    run = subprocess.run(command, env=environment, cwd=Path(files[0]).parents[2], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert "passed" in run.stdout
 

@@ -14,12 +14,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from fastweights.common.tables import look_up
-from fastweights.layers import adaptive_check
-from fastweights.layers.adaptive_dense import TILE_BYTES, adaptive_nll, logits_of
-from fastweights.layers.adaptive_fused import configuration, fused_nll
-
-BACKENDS = ("auto", "fused", "dense")
+from fastweights.common.transforms import transformed
+from fastweights.layers.fusing import check_backend, in_autocast_dtype, takes_kernels
+from fastweights.ops.gpu.adaptive_softmax.operators import fused_nll
+from fastweights.ops.gpu.adaptive_softmax.self_check import refuses
+from fastweights.ops.losses.adaptive_softmax import TILE_BYTES, logits_of, plain_nll, tiled_nll
 
 
 class AdaptiveSoftmax(nn.Module):
@@ -38,7 +37,10 @@ class AdaptiveSoftmax(nn.Module):
         tile_bytes: room for logits. Tokens are taken in tiles whose logits fit, and the backward pass makes them again,
             so memory does not grow with N x V; results do not depend on it.
         backend: "fused", the GPU kernels, which make no logits in memory and never wait for the device; "dense", plain
-            PyTorch; "auto" takes the kernels where they can run. On the GPU they give NaN for a target that is no word.
+            PyTorch; "auto" takes the kernels where they can run. They give NaN for a target that is no word.
+
+    Under `torch.func`, `vmap` or forward-mode derivatives plain PyTorch computes the losses without tiles; a target
+    that is no word gives NaN there, too.
     """
 
     cluster_weight: nn.Parameter | None
@@ -57,8 +59,7 @@ class AdaptiveSoftmax(nn.Module):
         self.vocab_size, self.d_model, self.cutoffs = vocab_size, d_model, check_cutoffs(cutoffs, vocab_size)
         if tile_bytes < 1:
             raise ValueError(f"tile_bytes must be at least 1, got {tile_bytes}")
-        look_up(dict.fromkeys(BACKENDS), backend, "backend")
-        self.tile_bytes, self.backend = tile_bytes, backend
+        self.tile_bytes, self.backend = tile_bytes, check_backend(backend)
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
         self.bias = nn.Parameter(torch.empty(vocab_size))
         clusters = len(self.cutoffs)
@@ -84,28 +85,20 @@ class AdaptiveSoftmax(nn.Module):
             )
         if targets.dtype != torch.int64:
             raise TypeError(f"targets must be int64 word numbers, got {targets.dtype}")
-        flat = self._cast(hidden.reshape(-1, self.d_model))
+        flat = in_autocast_dtype(hidden.reshape(-1, self.d_model))
         inputs = (flat, self.weight, self.bias, *self._clusters(), targets.reshape(-1), list(self.cutoffs))
-        if self._fused(flat):
-            keep = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, *self.parameters()))
-            nll = fused_nll(*inputs, keep, list(configuration(flat.dtype, self.d_model)), False)[0]
+        if takes_kernels(self, flat, lambda: refuses(flat, self.weight)):
+            nll = fused_nll(*inputs)
+        elif transformed():
+            nll = plain_nll(*inputs)
         else:
-            nll = adaptive_nll(*inputs, self.tile_bytes)[0]
+            nll, _ = tiled_nll(*inputs, self.tile_bytes)
         return nll.view(targets.shape)
-
-    def _fused(self, hidden: Tensor) -> bool:
-        """Whether the kernels are to compute the loss."""
-        if self.backend == "dense" or (self.backend == "auto" and not hidden.is_cuda):
-            return False
-        reason = adaptive_check.refuses(hidden, self.weight)
-        if reason is not None and self.backend == "fused":
-            raise ValueError(f"AdaptiveSoftmax.backend is 'fused', but {reason}")
-        return reason is None
 
     def log_prob(self, hidden: Tensor) -> Tensor:
         """log p of every word: (..., d_model) -> (..., vocab_size), at least float32. For few tokens at a time."""
         self._check(hidden)
-        head, hidden = self._head(hidden), self._cast(hidden)
+        head, hidden = self._head(hidden), in_autocast_dtype(hidden)
         parts = [head[..., : self._bounds[1]]]
         for c, words in enumerate(self._tails):
             parts.append(head[..., self._bounds[1] + c, None] + self._tail(hidden, words))
@@ -133,7 +126,7 @@ class AdaptiveSoftmax(nn.Module):
         for c, span in enumerate(self._tails):
             rows = (cluster == c).nonzero().squeeze(1)
             if len(rows):
-                p = self._tail(self._cast(flat[rows]), span).exp()
+                p = self._tail(in_autocast_dtype(flat[rows]), span).exp()
                 words[rows] = span.start + torch.multinomial(p, 1, generator=generator).squeeze(1)
         return words.view(hidden.shape[:-1])
 
@@ -154,7 +147,7 @@ class AdaptiveSoftmax(nn.Module):
         """log_softmax over the head's words, then the clusters."""
         size, (cluster_weight, cluster_bias) = self._bounds[1], self._clusters()
         weight, bias = torch.cat([self.weight[:size], cluster_weight]), torch.cat([self.bias[:size], cluster_bias])
-        return self._log_softmax(self._cast(hidden), weight, bias)
+        return self._log_softmax(in_autocast_dtype(hidden), weight, bias)
 
     def _tail(self, hidden: Tensor, words: slice) -> Tensor:
         return self._log_softmax(hidden, self.weight[words], self.bias[words])
@@ -162,12 +155,6 @@ class AdaptiveSoftmax(nn.Module):
     def _log_softmax(self, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             return logits_of(hidden, weight.to(hidden.dtype), bias).log_softmax(-1)
-
-    def _cast(self, hidden: Tensor) -> Tensor:
-        """In the dtype of autocast, as the input of any matrix product."""
-        device = hidden.device.type
-        narrow = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
-        return hidden.to(torch.get_autocast_dtype(device)) if narrow else hidden
 
     def _check(self, hidden: Tensor) -> None:
         if hidden.dim() < 1 or hidden.shape[-1] != self.d_model or 0 in hidden.shape:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor, nn
 
-from fastweights.common.tables import look_up
-from fastweights.layers import feedforward_fused
 from fastweights.layers.checks import check_dropout
-
-BACKENDS = ("auto", "fused", "dense")
+from fastweights.layers.fusing import check_backend, in_autocast_dtype, takes_kernels
+from fastweights.ops.gpu.feedforward.operators import fused_feedforward
+from fastweights.ops.gpu.feedforward.self_check import refuses
 
 
 class FeedForward(nn.Sequential):
@@ -20,7 +20,8 @@ class FeedForward(nn.Sequential):
         dropout: share of the output that is dropped in training.
         inner_dropout: share of the hidden units, if not the same.
         backend: "fused", GPU kernels for bfloat16 that touch memory less; "dense", plain PyTorch; "auto" takes the
-            kernels where they can run. They drop other units than PyTorch does with the same seed.
+            kernels where they can run, which is not under `torch.func`, `vmap` or forward-mode derivatives. They drop
+            other units than PyTorch does with the same seed.
     """
 
     def __init__(
@@ -36,36 +37,19 @@ class FeedForward(nn.Sequential):
             raise ValueError(f"d_ff must be at least 1, got {d_ff}")
         dropout = check_dropout(dropout)
         inner = dropout if inner_dropout is None else check_dropout(inner_dropout)
-        look_up(dict.fromkeys(BACKENDS), backend, "backend")
         super().__init__(
             nn.Linear(d_model, d_ff), nn.ReLU(), nn.Dropout(inner), nn.Linear(d_ff, d_model), nn.Dropout(dropout)
         )
-        self.d_ff, self.inner_dropout, self.backend = d_ff, inner, backend
+        self.d_ff, self.inner_dropout, self.backend = d_ff, inner, check_backend(backend)
 
     def forward(self, x: Tensor) -> Tensor:
         """The layers in turn."""
-        narrow = self._cast(x)
-        return self._fused(narrow) if self._can_fuse(narrow) else super().forward(x)
-
-    def _fused(self, x: Tensor) -> Tensor:
-        first, second = self[0], self[3]
-        weights = (first.weight.to(x.dtype), first.bias, second.weight.to(x.dtype))
-        p = self.inner_dropout if self.training else 0.0
-        # Evaluation leaves the random generator alone.
-        seed = feedforward_fused.new_seed(x.device) if p else torch.zeros(2, dtype=torch.int64, device=x.device)
-        y, _ = feedforward_fused.fused_feedforward(x.reshape(-1, x.shape[-1]), *weights, seed, p, False)
-        return self[4](y.view(x.shape) + second.bias.to(x.dtype))
-
-    def _can_fuse(self, x: Tensor) -> bool:
-        if self.backend == "dense" or (self.backend == "auto" and not x.is_cuda):
-            return False
-        reason = feedforward_fused.refuses(x, self.d_ff, self.inner_dropout if self.training else 0.0)
-        if reason is not None and self.backend == "fused":
-            raise ValueError(f"FeedForward.backend is 'fused', but {reason}")
-        return reason is None
-
-    def _cast(self, x: Tensor) -> Tensor:
-        """In the dtype of autocast, as the input of any matrix product."""
-        device = x.device.type
-        narrow = torch.is_autocast_enabled(device) and x.dtype != torch.float64
-        return x.to(torch.get_autocast_dtype(device)) if narrow else x
+        narrow, p = in_autocast_dtype(x), self.inner_dropout if self.training else 0.0
+        if not takes_kernels(self, narrow, lambda: refuses(narrow, self.d_ff, p)):
+            return super().forward(x)
+        first: Any = self[0]
+        second: Any = self[3]
+        dtype = narrow.dtype
+        weights = (first.weight.to(dtype), first.bias, second.weight.to(dtype))
+        y = fused_feedforward(narrow.reshape(-1, narrow.shape[-1]), *weights, p)
+        return self[4](y.view(x.shape) + second.bias.to(dtype))

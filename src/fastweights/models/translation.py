@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastweights.layers.cross_attention import FastWeightReading, Reading, SoftmaxReading
 from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.layers.feedforward import FeedForward
 from fastweights.layers.mixers import StackState
 from fastweights.layers.positions import encode_positions
-from fastweights.layers.reading import FastWeightReading, Reading, SoftmaxReading
-from fastweights.layers.smoothed import smoothed_nll
 from fastweights.layers.softmax import SoftmaxAttention
 from fastweights.models.translation_config import ATTENTIONS, TranslationModelConfig
+from fastweights.ops.losses.label_smoothing import smoothed_nll
 from fastweights.ops.state import State
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fastweights.common.transforms import transformed
 
 LEAST_CAPABILITY = (8, 0)
 
@@ -48,6 +51,24 @@ def _unavailable() -> str | None:
 # after importing the compiler, which takes a second.
 for _function in (interpreted, unavailable):
     vars(_function)["_dynamo_marked_constant"] = True
+
+
+def refuses(x: Tensor, dtypes: Collection[torch.dtype], interpreted_dtypes: Collection[torch.dtype]) -> str | None:
+    """Say why kernels that take `dtypes`, and in the interpreter others, are not for this call with x."""
+    if reason := unavailable():
+        return reason
+    if transformed():
+        return "a torch.func transform or forward-mode derivative is active, which only plain PyTorch can follow"
+    if interpreted():
+        right = x.device.type == "cpu" and x.dtype in interpreted_dtypes
+        return None if right else f"Triton's interpreter takes {_names(interpreted_dtypes)} on the CPU, not {x.dtype}"
+    if x.device.type != "cuda":
+        return f"the kernels run on CUDA devices, the tensors are on {x.device}"
+    return None if x.dtype in dtypes else f"the kernels take {_names(dtypes)}, not {x.dtype}"
+
+
+def _names(dtypes: Collection[torch.dtype]) -> str:
+    return " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def use_device_of(x: Tensor) -> AbstractContextManager[Any]:

@@ -5,8 +5,8 @@ N tokens sorted by target, so that those of a cluster stand together; S softmaxe
 are the rows of one matrix, the head's words, then the clusters' vectors, then all other words: each softmax is a range
 of tokens and a range of rows. How many tokens a cluster has is known on the device alone.
 
-A softmax over few tokens and many rows is split into parts of its rows, which `finish` puts together. Logits are in
-base 2, where the hardware has its exponential.
+A softmax over few tokens and many rows is split into parts of its rows, which `join_parts` puts together. A slot is a
+tile of tokens beside one such part. Logits are in base 2, where the hardware has its exponential.
 """
 
 import triton
@@ -18,12 +18,13 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def multiply(x, y, PRECISION: tl.constexpr):
+    """Compute x @ y."""
     return tl.dot(x, y, input_precision=PRECISION)
 
 
 @triton.jit
 def load_rows(x, first, stop, COUNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """COUNT rows of a (·, D) matrix, zero from row `stop` on. What differs from call to call is one address."""
+    """Load COUNT rows of a (·, D) matrix, zero from row `stop` on. What differs from call to call is one address."""
     rows = tl.arange(0, COUNT)[:, None]
     columns = tl.arange(0, BLOCK_D)[None, :]
     there = rows < stop - first
@@ -34,7 +35,7 @@ def load_rows(x, first, stop, COUNT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.
 
 @triton.jit
 def tokens_of(s, N, starts):
-    """First token of softmax s, and the end: the head has all, a cluster those whose target it holds."""
+    """Return the first token of softmax s, and the end: the head has all, a cluster those whose target it holds."""
     first = tl.zeros((), tl.int32)
     stop = first + N
     if s > 0:
@@ -45,7 +46,7 @@ def tokens_of(s, N, starts):
 
 @triton.jit
 def parts_of(s, N, starts, rows, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr):
-    """Tiles of tokens of softmax s, in how many parts of its rows, and how many rows a part has."""
+    """Return how many tiles of tokens and parts of rows softmax s has, and how many rows a part has."""
     first, stop = tokens_of(s, N, starts)
     size = tl.load(rows + s + 1) - tl.load(rows + s)
     tiles = tl.cdiv(stop - first, TILE)
@@ -55,7 +56,7 @@ def parts_of(s, N, starts, rows, TILE: tl.constexpr, STEP: tl.constexpr, PARTS: 
 
 
 @triton.jit
-def arrange(
+def sort_tokens(
     hidden,  # (N, D)
     order,  # (N,) tokens by rising target
     words,  # (N,) their targets
@@ -68,7 +69,13 @@ def arrange(
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Bring the tokens into order and say which rows they want."""
+    """Bring the tokens into the order of their targets and find the rows of those.
+
+    sorted_hidden = hidden[order]
+    cluster = torch.bucketize(words, cutoffs[:-1], right=True)
+    entries[0] = torch.where(cluster == 0, words, cutoffs[0] + cluster - 1)
+    entries[1] = words + S - 1
+    """
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     here = rows < N
     source = tl.load(order + rows, here, 0)
@@ -79,7 +86,7 @@ def arrange(
     tl.store(sorted_hidden + rows[:, None].to(tl.int64) * D + columns[None, :], tile, there)
     head = tl.load(cutoffs).to(tl.int32)
     last = tl.load(cutoffs + S - 1).to(tl.int32) - 1
-    # What is no word stays inside the matrix; `finish` makes its loss NaN.
+    # What is no word stays inside the matrix; `join_parts` makes its loss NaN.
     word = tl.minimum(tl.maximum(word, 0), last)
     entry = word
     for s in tl.static_range(1, S):
@@ -109,7 +116,12 @@ def partial_softmax(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of tokens against a part of the rows of its softmax: one slot of `totals` and, with KEEP, of `means`."""
+    """Compute a tile of tokens x against a part (weight, bias) of the rows of its softmax: one slot of the results.
+
+    logits = (x @ weight.T + bias) * log2(e)
+    totals[slot] = (2**logits).sum(1).log2()
+    means[slot] = softmax(logits * ln(2), 1) @ weight              # with KEEP
+    """
     slot = tl.program_id(0)
     s = tl.zeros((), tl.int32)
     left = slot
@@ -152,17 +164,17 @@ def partial_softmax(
 
 
 @triton.jit
-def finish(
+def join_parts(
     x,  # (N, D) sorted
-    weight,
-    bias,
-    order,
-    words,
-    entries,
-    starts,
-    rows,
-    partial_totals,
-    partial_means,
+    weight,  # (V + S - 1, D)
+    bias,  # (V + S - 1,)
+    order,  # (N,) tokens by rising target
+    words,  # (N,) their targets
+    entries,  # (2, N) the target's row in the head, and in its cluster
+    starts,  # (S,) first token of each cluster, and the first that has no word
+    rows,  # (S + 1,) first row of each softmax, and the end
+    partial_totals,  # (slots, TILE) log-sum-exps, in base 2
+    partial_means,  # (slots, TILE, D) the rows, averaged by their probability
     nll,  # (N,) in the order of the caller
     slope,  # (N, D) gradient of the nll by the hidden vector, in the order of the caller
     totals,  # (2, N) log-sum-exps of head and cluster in base 2, sorted
@@ -179,7 +191,13 @@ def finish(
     ACC: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Put the parts of one token together: nll = log sum exp - the target's logit, slope = mean row - target's row."""
+    """Put the parts of one token together, in the head and, for a rarer word, in its cluster.
+
+    total = (2**partial_totals).sum().log2()
+    mean = (2 ** (partial_totals - total)) @ partial_means
+    nll += total * ln(2) - (weight[entry] @ x + bias[entry])
+    slope += mean - weight[entry]
+    """
     token = tl.program_id(0)
     columns = tl.arange(0, BLOCK_D)
     inside = columns < D
@@ -227,12 +245,12 @@ def finish(
 @triton.jit
 def weight_gradient(
     x,  # (N, D) sorted
-    weight,
-    bias,
-    entries,
-    starts,
-    rows,
-    totals,  # (2, N) in base 2
+    weight,  # (V + S - 1, D)
+    bias,  # (V + S - 1,)
+    entries,  # (2, N) the target's row in the head, and in its cluster
+    starts,  # (S,) first token of each cluster, and the first that has no word
+    rows,  # (S + 1,) first row of each softmax, and the end
+    totals,  # (2, N) log-sum-exps of head and cluster in base 2
     grad,  # (N,) sorted
     d_head,  # (PARTS, rows of the head, D) one for each part of the tokens
     d_head_bias,  # (PARTS, rows of the head)
@@ -248,7 +266,11 @@ def weight_gradient(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """TILE rows of one softmax over its tokens, STEP at a time: sum of grad (p - 1[target]) x.
+    """Compute the gradient of TILE rows of one softmax from its tokens x, STEP at a time.
+
+    p = 2 ** ((weight @ x.T + bias[:, None]) * log2(e) - totals)
+    d = (p - (own[:, None] == entries)) * grad                     # own: the numbers of these rows
+    d_weight, d_bias = d @ x, d.sum(1)
 
     The head has few rows and all the tokens, so that these are split into parts; the clusters come after it.
     """

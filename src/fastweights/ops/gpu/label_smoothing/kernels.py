@@ -8,8 +8,22 @@ LOWEST = tl.constexpr(-3e38)
 
 
 @triton.jit
-def row_losses(logits, targets, smoothed, nll, totals, V, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr):
-    """Both losses of a row of V logits, and its log-sum-exp, with a running maximum."""
+def row_losses(
+    logits,  # (N, V)
+    targets,  # (N,)
+    smoothed,  # (N,) float32
+    nll,  # (N,) float32
+    totals,  # (N,) float32
+    V,
+    SMOOTHING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute both losses of one row of logits x and its log-sum-exp, with a running maximum.
+
+    total = x.logsumexp(0)
+    nll = total - x[target]
+    smoothed = nll + SMOOTHING * (total - x.mean() - nll)
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     x = tl.load(logits + row * V + columns, columns < V, -float("inf")).to(tl.float32)
@@ -36,18 +50,22 @@ def row_losses(logits, targets, smoothed, nll, totals, V, SMOOTHING: tl.constexp
 
 @triton.jit
 def row_gradients(
-    logits,
-    targets,
-    totals,
-    d_smoothed,
-    d_nll,
-    d_logits,
+    logits,  # (N, V)
+    targets,  # (N,)
+    totals,  # (N,) log-sum-exps
+    d_smoothed,  # (N,)
+    d_nll,  # (N,), read with BOTH
+    d_logits,  # (N, V)
     V,
     SMOOTHING: tl.constexpr,
     BOTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(g + h) p - ((1 - s) g + h) [target] - g s / V, where g and h come to the smoothed loss and to the plain one."""
+    """Compute the gradient of one row of logits x, under g of the smoothed loss and h of the plain one.
+
+    p = exp(x - total)
+    d = (g + h) * p - ((1 - SMOOTHING) * g + h) * one_hot(target) - g * SMOOTHING / V
+    """
     row = tl.program_id(0).to(tl.int64)
     total, target = tl.load(totals + row), tl.load(targets + row)
     g = tl.load(d_smoothed + row)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastweights.layers.reading import FastWeightReading, SoftmaxReading
+from fastweights.layers.cross_attention import FastWeightReading, SoftmaxReading
 from fastweights.ops.linear_attention import linear_attention, read_memory, write_memory
 from fastweights.ops.state import FastWeightState
 

@@ -1,0 +1,1 @@
+"""The feed-forward layer in fused GPU kernels."""

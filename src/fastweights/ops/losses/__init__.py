@@ -1,0 +1,1 @@
+"""Losses of a softmax over many words."""
