@@ -1,12 +1,12 @@
-"""Recorded streams and searches on a GPU: the same words as unrecorded ones, whatever is done between tokens."""
+"""Captured streams and searches on a GPU: the same words as eager ones, whatever is done between tokens."""
 
 import pytest
 import torch
 
 from fastweights.inference.beam import beam_search
 from fastweights.inference.stream import Stream, open_reader
-from fastweights.inference.translate import RecordedDecoder, refusal
-from tests.inference.test_recorded import FAST
+from fastweights.inference.translate import CapturedDecoder, refusal
+from tests.inference.test_capture import FAST
 from tests.inference.test_stream import CONSTANT, MODELS, text
 from tests.models.test_translation import V, make
 from tests.training.small_text import random_model
@@ -22,14 +22,14 @@ def model_on_gpu(name):
 
 
 @pytest.mark.parametrize("name", CONSTANT)
-def test_a_recorded_stream_reads_as_an_unrecorded_one(name):
+def test_a_captured_stream_reads_as_an_uncaptured_one(name):
     model, tokens = model_on_gpu(name), text().tolist()
-    plain, recorded = Stream(model), Stream(model, graph=True)
+    plain, captured = Stream(model), Stream(model, graph=True)
     # One by one, several at once in between, and one by one again.
     for piece in (*([t] for t in tokens[:8]), tokens[8:15], *([t] for t in tokens[15:])):
-        torch.testing.assert_close(recorded.feed(piece), plain.feed(piece))
-        torch.testing.assert_close(recorded.log_probs, plain.log_probs)
-    assert recorded.position == plain.position == len(tokens) and recorded.nbytes == plain.nbytes
+        torch.testing.assert_close(captured.feed(piece), plain.feed(piece))
+        torch.testing.assert_close(captured.log_probs, plain.log_probs)
+    assert captured.position == plain.position == len(tokens) and captured.nbytes == plain.nbytes
 
 
 def test_forks_and_saved_pasts_are_independent(tmp_path):
@@ -45,19 +45,19 @@ def test_forks_and_saved_pasts_are_independent(tmp_path):
             torch.testing.assert_close(reader.feed([token]), expected)
 
 
-def test_a_reader_on_a_gpu_is_recorded():
+def test_a_reader_on_a_gpu_is_captured():
     model = model_on_gpu("delta")
     reader = open_reader(model, 10)
     for token in (1, 2, 3):
         reader.feed([token])
-    assert reader._recorded is not None
+    assert reader._captured is not None
     with pytest.raises(ValueError, match="needs fast weights on a GPU, got mixer 'softmax'"):
         Stream(model_on_gpu("transformer"), graph=True)
 
 
 @pytest.mark.parametrize("beam", [1, 3])
 @pytest.mark.parametrize("kind", FAST)
-def test_a_recorded_search_finds_the_same(kind, beam):
+def test_a_captured_search_finds_the_same(kind, beam):
     model = make(kind).float().cuda().eval()
     torch.manual_seed(7)
     source, lengths = torch.randint(4, V, (9, 6)).cuda(), torch.tensor([6, 1, 3, 4, 2, 5, 6, 1, 2]).cuda()
@@ -65,7 +65,7 @@ def test_a_recorded_search_finds_the_same(kind, beam):
     assert refusal(model, source.device) is None
     for precision in (torch.float32, torch.bfloat16):
         with torch.autocast("cuda", torch.bfloat16, enabled=precision == torch.bfloat16):
-            found = beam_search(RecordedDecoder(model), source, mask, beam=beam, n_best=beam, max_length=12)
+            found = beam_search(CapturedDecoder(model), source, mask, beam=beam, n_best=beam, max_length=12)
             wanted = beam_search(model, source, mask, beam=beam, n_best=beam, max_length=12)
         for ours, theirs in zip(found, wanted, strict=True):
             # Products of other numbers of rows may be rounded in another way, and words that are close change places.

@@ -100,21 +100,21 @@ def test_compiled_on_cuda(tmp_path, mode, accumulate):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("mode", [None, "default"])
 @pytest.mark.parametrize("carried", [True, False])
-def test_recorded_on_cuda(tmp_path, carried, mode, accumulate):
+def test_captured_on_cuda(tmp_path, carried, mode, accumulate):
     changes = {"accelerator": "cuda", "accumulate": accumulate, "steps": 30}
     run(tmp_path / "eager", TinyTask(dropout=0.0, carried=carried), **changes)
-    run(tmp_path / "recorded", TinyTask(dropout=0.0, carried=carried), graph=True, compile=mode, **changes)
-    agree(tmp_path / "recorded", tmp_path / "eager", 1e-3)
+    run(tmp_path / "captured", TinyTask(dropout=0.0, carried=carried), graph=True, compile=mode, **changes)
+    agree(tmp_path / "captured", tmp_path / "eager", 1e-3)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_muon_recorded_on_cuda(tmp_path, weight_decay):
+def test_muon_captured_on_cuda(tmp_path, weight_decay):
     changes = {"optimizer": "muon", "weight_decay": weight_decay, "steps": 30}
     run(tmp_path / "cpu", TinyBlocks(dropout=0.0), **changes)
-    for name, graph in (("eager", False), ("recorded", True)):
+    for name, graph in (("eager", False), ("captured", True)):
         run(tmp_path / name, TinyBlocks(dropout=0.0), accelerator="cuda", graph=graph, **changes)
-    agree(tmp_path / "recorded", tmp_path / "eager", 1e-3)
+    agree(tmp_path / "captured", tmp_path / "eager", 1e-3)
     # On a GPU the matrices are turned in bfloat16.
     agree(tmp_path / "eager", tmp_path / "cpu", 5e-2)
 

@@ -12,7 +12,7 @@ from fastweights.training.engine.muon import MOMENTUM, Muon, hidden_weights, ort
 from fastweights.training.engine.optim import make_optimizer, set_learning_rate, step_scaled
 from fastweights.training.runs.signals import Interrupted
 
-from .test_graphed import captured  # noqa: F401
+from .test_capture import captured  # noqa: F401
 from .test_loop import StopsAt
 from .tiny import TinyBlocks, TinyTask, config, losses, run
 
@@ -111,7 +111,7 @@ def test_a_broken_step_changes_nothing():
 
 
 def test_nothing_is_read_back_to_the_host():
-    """A number that Python asks for has no value in this mode, and none while a CUDA graph is recorded."""
+    """A number that Python asks for has no value in this mode, and none while a CUDA graph is captured."""
     with FakeTensorMode():
         weights = [nn.Parameter(torch.randn(shape)) for shape in ((4, 6), (4, 6), (3, 2))]
         ours = Muon([{"params": weights, "muon": True, "weight_decay": 0.1}])
@@ -141,7 +141,7 @@ def test_going_on_is_bitwise_the_same(tmp_path):
     assert losses(tmp_path / "adam")[2:] != losses(tmp_path / "whole")[2:]
 
 
-def test_recorded_updates_are_the_same(tmp_path, captured):  # noqa: F811
+def test_captured_updates_are_the_same(tmp_path, captured):  # noqa: F811
     run(tmp_path / "plain", TinyBlocks(), steps=22, **MUON)
     run(tmp_path / "graphed", TinyBlocks(), steps=22, graph=True, **MUON)
     assert losses(tmp_path / "graphed") == losses(tmp_path / "plain") and captured

@@ -31,7 +31,7 @@ from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.layers.feedforward import FeedForward
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.presets import PRESETS, RECIPES
-from fastweights.training.engine.capture import REHEARSALS
+from fastweights.training.engine.capture import WARMUP_UPDATES
 from fastweights.training.engine.distributed import launch
 from fastweights.training.engine.learner import Learner
 from fastweights.training.tasks.language import LanguageTask, assemble
@@ -170,9 +170,9 @@ def measure(learner: Learner, steps: int, blocks: int = 5) -> dict[str, Any]:
         # Before the recording: a graph holds its memory, and its replays allocate none.
         torch.cuda.reset_peak_memory_stats()
     # The first of an epoch, the first of full length, the rehearsals, the recording.
-    for _ in range(REHEARSALS + 4):
+    for _ in range(WARMUP_UPDATES + 4):
         learner.advance()
-    words = learner.read()["tokens"] / (REHEARSALS + 4)
+    words = learner.read()["tokens"] / (WARMUP_UPDATES + 4)
     first = time.perf_counter() - start
     times = []
     for _ in range(blocks):

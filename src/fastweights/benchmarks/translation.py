@@ -25,7 +25,7 @@ from rich.table import Table
 
 from fastweights.benchmarks.record import write_record
 from fastweights.benchmarks.timing import median_seconds
-from fastweights.inference.translate import RecordedDecoder, refusal
+from fastweights.inference.translate import CapturedDecoder, refusal
 from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_presets import PRESETS, SUBWORDS
 
@@ -49,7 +49,7 @@ class Case:
         self.device, self.length, self.autocast = torch.device(device), length, autocast
         words = WORDS[preset]
         self.model = TranslationModel(PRESETS[preset](attention, vocab_size=words)).to(device)
-        self.recorded = None if refusal(self.model, self.device) else RecordedDecoder(self.model)
+        self.recorded = None if refusal(self.model, self.device) else CapturedDecoder(self.model)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5, fused=True)
         tokens, self.sentences = SIZES[self.device.type]
         self.train_rows = max(1, tokens // length)

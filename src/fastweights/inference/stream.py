@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastweights.common.files import write_atomically
-from fastweights.inference.recorded import RecordedStep
+from fastweights.inference.capture import CapturedStep
 from fastweights.layers.mixers import MIXERS
 from fastweights.models.language_model import LanguageModel, LanguageModelState
 
@@ -70,7 +70,7 @@ class Stream:
         self._state = state
         self._hidden: Tensor | None = None
         self._graph = graph
-        self._recorded: RecordedStep | None = None
+        self._captured: CapturedStep | None = None
         # Within a segment Transformer-XL looks further back than its memory; one token at a time it never does.
         self._piece = 1 if config.mixer == "relative" else _PIECE
 
@@ -88,9 +88,9 @@ class Stream:
 
     def _replay(self, token: Tensor, state: LanguageModelState) -> Tensor:
         token = token.to(self.model.softmax.weight.device)
-        if self._recorded is None:
-            self._recorded = RecordedStep(self._step, token, state)
-        (hidden, log_probs), self._state = self._recorded(token, state)
+        if self._captured is None:
+            self._captured = CapturedStep(self._step, token, state)
+        (hidden, log_probs), self._state = self._captured(token, state)
         self._hidden = hidden[0].clone()
         return log_probs[0].clone()
 
@@ -195,7 +195,7 @@ class SlidingWindow:
 def open_reader(model: LanguageModel, length: int, carried: bool = False) -> Stream | SlidingWindow:
     """A `Stream` where the model can and was trained to look back for ever, or else a `SlidingWindow` of `length`.
 
-    A stream of fast weights on a GPU is recorded.
+    The steps of a stream of fast weights on a GPU are captured.
 
     Absolute positions beyond those of training, and more keys than a Transformer ever had before it, are out of what a
     model knows; fast weights without positions have no such limit, though limited context never taught them to use it.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastweights.data.pairs.corpus import EOS, PAD, Tokenizer
 from fastweights.inference.beam import Search, beam_search
-from fastweights.inference.recorded import RecordedStep
+from fastweights.inference.capture import CapturedStep
 from fastweights.models.translation import Encoded, TranslationModel, TranslationState
 
 # Beams, and tokens of source with their padding, that are searched at once where nobody says: a GPU takes a thousand
@@ -72,7 +72,7 @@ def n_best(
         raise ValueError(f"graph = True cannot be had: {reason}")
     training = model.training
     model.to(device).eval()
-    decoding = RecordedDecoder(model) if graph else model
+    decoding = CapturedDecoder(model) if graph else model
     results: list[list[Translation]] = [[] for _ in lines]
     wanted = [i for i, line in enumerate(lines) if line.strip()]
     rows = dict(zip(wanted, tokenizer.encode([lines[i] for i in wanted]), strict=True))
@@ -110,8 +110,8 @@ def stream(
         yield from n_best(model, tokenizer, lines, search, batch=batch, device=device, graph=graph)
 
 
-class RecordedDecoder:
-    """A translation model whose decoder is recorded: for `beam_search`, which asks nothing else of a model.
+class CapturedDecoder:
+    """A translation model whose decoder is captured: for `beam_search`, which asks nothing else of a model.
 
     As sentences leave the search the graph goes on with the rows that are left, and is made anew when they are fewer
     than half. A source read through softmax is kept token by token: another length of it is another graph.
@@ -119,7 +119,7 @@ class RecordedDecoder:
 
     def __init__(self, model: TranslationModel) -> None:
         self.model = model
-        self._recorded: RecordedStep | None = None
+        self._captured: CapturedStep | None = None
 
     def encode(self, source: Tensor, mask: Tensor | None = None) -> TranslationState:
         """As the model's own."""
@@ -129,16 +129,16 @@ class RecordedDecoder:
         """As the model's own; what comes back lies in the graph's memory until the next step."""
         if isinstance(state.source, Encoded) or state.past is None:
             return self.model.step(token, state)
-        recorded = self._recorded
-        if recorded is None or not recorded.fits(token, state) or 2 * len(token) < recorded.rows:
+        captured = self._captured
+        if captured is None or not captured.fits(token, state) or 2 * len(token) < captured.rows:
             # The old one first: two of them need not fit into memory.
-            self._recorded = recorded = None
-            self._recorded = recorded = RecordedStep(self.model.step, token, state)
-        return recorded(token, state)
+            self._captured = captured = None
+            self._captured = captured = CapturedStep(self.model.step, token, state)
+        return captured(token, state)
 
 
 def refusal(model: TranslationModel, device: torch.device) -> str | None:
-    """Why the steps of the model cannot be recorded on the device; what it keeps of a source never grows."""
+    """Say why the steps of the model cannot be captured on the device; what it keeps of a source never grows."""
     if model.config.decoder == "softmax":
         return "decoder 'softmax' has a state that grows with every token; leave it out"
     return None if device.type == "cuda" else f"a CUDA graph needs a CUDA device, and this is {device}; leave it out"

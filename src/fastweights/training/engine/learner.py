@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastweights.common.tree import map_tensors, pack, to_device, unpack
-from fastweights.training.engine.capture import Recorder, refusal
+from fastweights.training.engine.capture import CapturedUpdates, refusal
 from fastweights.training.engine.config import GRAPHING_MODES, TrainingConfig
 from fastweights.training.engine.distributed import Call, Objective, gather
 from fastweights.training.engine.optim import (
@@ -55,7 +55,7 @@ class Learner:
         self._sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
         if config.graph and (reason := refusal(self.device, self.world, self._optimizer.param_groups)):
             raise ValueError(f"graph: {reason}; train without it")
-        self._recorder = Recorder(self._change, self.device) if config.graph else None
+        self._captured = CapturedUpdates(self._change, self.device) if config.graph else None
         self._loss = self._compiled()
         # Graph replays write their results to the same place each time.
         self._graphed = config.compile in GRAPHING_MODES and self.device.type == "cuda"
@@ -95,8 +95,8 @@ class Learner:
         """One update, without waiting for the device."""
         set_learning_rate(self._optimizer, learning_rate(self.config, self.step))
         batches = [self._batch(self.step, part) for part in range(self.config.accumulate)]
-        if self._recorder is not None:
-            self._carry_before, self.carry = self._recorder(batches, self.carry)
+        if self._captured is not None:
+            self._carry_before, self.carry = self._captured(batches, self.carry)
         else:
             self._carry_before, self.carry = self.carry, self._change(batches, self.carry)
         self.step += 1
@@ -139,7 +139,7 @@ class Learner:
             factor = factor * (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
         step_scaled(self._optimizer, self._wrapped_optimizer.step, factor, (self._broken > 0).float())
         for name, value in {**sums, "grad_norm": norm.double(), "steps": self._one.double()}.items():
-            # In place: a recorded update knows its meters by their address.
+            # In place: a captured update knows its meters by their address.
             self._meter.setdefault(name, torch.zeros_like(value)).add_(value)
 
     def _own_gradients(self) -> None:
@@ -233,9 +233,9 @@ class Learner:
         snapshot.load_weights_into(self.model, contents.weights)
         snapshot.load_optimizer_state(self.model, self._optimizer, training["optimizer"])
         self.step = training["step"]
-        if self._recorder is not None:
-            # Recordings know the optimiser's memory as it was.
-            self._recorder = Recorder(self._change, self.device)
+        if self._captured is not None:
+            # Captures know the optimiser's memory as it was.
+            self._captured = CapturedUpdates(self._change, self.device)
         self._meter = unpack(training["meter"], self.device)
         if len(processes) == self.world:
             self.carry = unpack(processes[self.rank]["carry"], self.device)

@@ -1,7 +1,7 @@
 """Muon for the matrices inside a model's blocks, Adam for all else, as one optimiser [Jordan et al. 2024].
 
 torch.optim.Muon reads its rate back from the device and goes through the matrices one by one. Here those of one shape
-go through each product together, and nothing waits for the device, so that an update can be recorded as a CUDA graph.
+go through each product together, and nothing waits for the device, so that an update can be captured as a CUDA graph.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def make_optimizer(model: nn.Module, config: TrainingConfig, regions: Iterable[n
 
     options: dict[str, Any] = {"lr": rate(config.lr), "betas": config.betas, "eps": config.eps}
     options["fused"] = not sharded and device.type in ("cpu", "cuda")
-    # All it asks of the fused kernels is to let themselves be recorded.
+    # All it asks of the fused kernels is to let themselves be captured.
     options["capturable"] = not sharded and device.type == "cuda"
     if config.optimizer == "adam" and not config.weight_decay:
         return Adam(parameters, **options)

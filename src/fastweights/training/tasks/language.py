@@ -126,7 +126,7 @@ class LanguageTask(Task):
         if (rank, world) not in self._segments:
             self._segments[rank, world] = self._cut(rank, world)
         segment = self._segments[rank, world].batch_at(index)
-        # Where nothing is carried an epoch begins like any other segment, also for a recorded update.
+        # Where nothing is carried an epoch begins like any other segment, also for a captured update.
         return segment._replace(starts_epoch=segment.starts_epoch and self.carried)
 
     def loss(self, model: nn.Module, batch: Segment, carry: LanguageModelState | None) -> Outcome:

@@ -1,4 +1,4 @@
-"""Recorded updates: which are recorded, that replays see every batch and state, and that they change what others do.
+"""Captured updates: which are captured, that replays see every batch and state, and that they change what others do.
 
 A CUDA graph cannot be had on a CPU. Here `capture` is replaced by one that, like a graph, runs nothing while it records
 and knows its inputs by their memory alone.
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fastweights.common.tree import map_tensors, signature, tensors_of
-from fastweights.training.engine import capture as graphed
+from fastweights.training.engine import capture as captured_module
 from fastweights.training.engine import learner
-from fastweights.training.engine.capture import PATIENCE, REHEARSALS, Recorder, refusal
+from fastweights.training.engine.capture import PATIENCE, WARMUP_UPDATES, CapturedUpdates, refusal
 from fastweights.training.runs.signals import Interrupted
 
 from .test_loop import StopsAt
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def captured(monkeypatch):
-    """Stand-ins for `capture`, with the work that was recorded, and for the check of the device."""
+    """Stand-ins for `capture`, with the work that was captured, and for the check of the device."""
     works = []
 
     def capture(work, pool):
@@ -39,7 +39,7 @@ def captured(monkeypatch):
 
         return replay
 
-    monkeypatch.setattr(graphed, "capture", capture)
+    monkeypatch.setattr(captured_module, "capture", capture)
     monkeypatch.setattr(learner, "refusal", lambda *_: None)
     return works
 
@@ -76,22 +76,22 @@ def batch(step, length=3):
     return [TinyBatch(torch.full((2, length), step), torch.full((2, length), -step), False, False)]
 
 
-def test_what_comes_twice_in_a_row_is_recorded(captured):
-    """An odd one in between, once an epoch, is never compiled nor recorded, and interrupts nothing."""
+def test_what_comes_twice_in_a_row_is_captured(captured):
+    """An odd one in between, once an epoch, is never compiled nor captured, and interrupts nothing."""
     how = []
 
     def update(batches, carry, compiled):
         how.append((batches[0].tokens.shape[1], compiled))
         return {"sum": carry["sum"] + batches[0].tokens.sum()}
 
-    recorder, carry, expected = Recorder(update, CPU), {"sum": torch.zeros((), dtype=torch.long)}, 0
+    recorder, carry, expected = CapturedUpdates(update, CPU), {"sum": torch.zeros((), dtype=torch.long)}, 0
     for step in range(30):
         length = 2 if step % 10 == 9 else 3
         before, carry = recorder(batch(step, length), carry)
         assert before["sum"] == expected
         expected += 2 * length * step
         assert carry["sum"] == expected
-    assert how[: 1 + REHEARSALS] == [(3, False), *[(3, True)] * REHEARSALS]
+    assert how[: 1 + WARMUP_UPDATES] == [(3, False), *[(3, True)] * WARMUP_UPDATES]
     assert {compiled for length, compiled in how if length == 2} == {False}
     assert len(captured) == 1 and len(how) == 30
 
@@ -105,16 +105,16 @@ def test_rehearsals_have_the_inputs_of_the_recording(captured):
         # Laid out in another way than it came.
         return carry.mT.contiguous().mT + 1
 
-    recorder, carry, text = Recorder(update, CPU), torch.zeros(3, 4), torch.arange(200).view(2, 100)
-    for step in range(REHEARSALS + 4):
+    recorder, carry, text = CapturedUpdates(update, CPU), torch.zeros(3, 4), torch.arange(200).view(2, 100)
+    for step in range(WARMUP_UPDATES + 4):
         _, carry = recorder([TinyBatch(*[text[:, step : step + 3]] * 2, False, False)], carry)
-    assert (carry == REHEARSALS + 4).all() and len(captured) == 1
+    assert (carry == WARMUP_UPDATES + 4).all() and len(captured) == 1
     # Those after the first two, of which the state of the first is laid out as a row.
     assert len({str(places) for places in seen if places}) == 1
 
 
 def test_updates_that_are_never_alike_are_refused(captured):
-    recorder = Recorder(lambda batches, carry, compiled: None, CPU)
+    recorder = CapturedUpdates(lambda batches, carry, compiled: None, CPU)
     with pytest.raises(ValueError, match="train without graph"):
         for step in range(PATIENCE + 1):
             recorder(batch(step, 1 + step % 2), None)

@@ -1,18 +1,18 @@
-"""Recorded steps: what a graph remembers is memory, so rows that are left, forked or new have to be put into it.
+"""Captured steps: what a graph remembers is memory, so rows that are left, forked or new have to be put into it.
 
-A CUDA graph cannot be had on a CPU. Here `capture` is replaced by one that, like a graph, knows inputs and results by
-their memory alone.
+A CUDA graph cannot be had on a CPU. Here `capture_after_warmup` is replaced by one that, like a graph, knows inputs and
+results by their memory alone.
 """
 
 import pytest
 import torch
 
 from fastweights.common.tree import tensors_of
-from fastweights.inference import recorded
+from fastweights.inference import capture as captured_module
 from fastweights.inference.beam import beam_search
-from fastweights.inference.recorded import RecordedStep
+from fastweights.inference.capture import CapturedStep
 from fastweights.inference.stream import Stream
-from fastweights.inference.translate import RecordedDecoder, refusal, translate
+from fastweights.inference.translate import CapturedDecoder, refusal, translate
 from tests.inference.test_beam import sharp, sources
 from tests.inference.test_stream import CONSTANT, MODELS, text
 from tests.models.test_translation import MODELS as MODELS_OF_TRANSLATION
@@ -23,7 +23,7 @@ FAST = ["linear", "delta", "performer"]
 
 @pytest.fixture
 def captures(monkeypatch):
-    """How many recordings there were."""
+    """How many captures there were."""
     count = []
 
     def capture(work, device):
@@ -33,18 +33,19 @@ def captures(monkeypatch):
         def replay():
             for place, x in zip(tensors_of(result), tensors_of(work()), strict=True):
                 place.copy_(x)
+            return result
 
-        return replay, result
+        return replay
 
-    monkeypatch.setattr(recorded, "capture", capture)
+    monkeypatch.setattr(captured_module, "capture_after_warmup", capture)
     return count
 
 
 @pytest.mark.parametrize("beam", [1, 3])
 @pytest.mark.parametrize("kind", FAST)
-def test_a_search_with_recorded_steps_finds_the_same(captures, kind, beam):
+def test_a_search_with_captured_steps_finds_the_same(captures, kind, beam):
     model, (source, mask) = sharp(kind), sources()
-    found = beam_search(RecordedDecoder(model), source, mask, beam=beam, n_best=beam)
+    found = beam_search(CapturedDecoder(model), source, mask, beam=beam, n_best=beam)
     wanted = beam_search(model, source, mask, beam=beam, n_best=beam)
     for ours, theirs in zip(found, wanted, strict=True):
         assert [h.tokens for h in ours] == [h.tokens for h in theirs]
@@ -55,7 +56,7 @@ def test_a_search_with_recorded_steps_finds_the_same(captures, kind, beam):
 
 def test_a_recording_serves_the_next_batch(captures):
     model, (source, mask) = sharp("delta"), sources()
-    decoding = RecordedDecoder(model)
+    decoding = CapturedDecoder(model)
     for rows in (slice(0, 4), slice(1, 4)):
         found = beam_search(decoding, source[rows], mask[rows], beam=2, max_length=4, early_stop=False)
         wanted = beam_search(model, source[rows], mask[rows], beam=2, max_length=4, early_stop=False)
@@ -65,7 +66,7 @@ def test_a_recording_serves_the_next_batch(captures):
 
 def test_another_number_of_beams_is_another_recording(captures):
     model, (source, mask) = sharp("delta"), sources()
-    decoding = RecordedDecoder(model)
+    decoding = CapturedDecoder(model)
     for beam in (4, 2, 3):
         found = beam_search(decoding, source, mask, beam=beam, max_length=5)
         wanted = beam_search(model, source, mask, beam=beam, max_length=5)
@@ -76,7 +77,7 @@ def test_another_number_of_beams_is_another_recording(captures):
 
 def test_a_recording_outlives_inference_mode(captures):
     model, tokens = random_model(), text().tolist()
-    plain, stream = Stream(model), recorded_stream(model)
+    plain, stream = Stream(model), captured_stream(model)
     with torch.inference_mode():
         for token in tokens[:3]:
             stream.feed([token])
@@ -90,7 +91,7 @@ def test_a_state_that_grows_is_refused(captures):
     with torch.no_grad():
         _, state = model.step(torch.zeros(4, dtype=torch.int64), model.encode(source, mask))
         with pytest.raises(ValueError, match="the state grows with every token"):
-            RecordedStep(model.step, torch.zeros(4, dtype=torch.int64), state)
+            CapturedStep(model.step, torch.zeros(4, dtype=torch.int64), state)
 
 
 @pytest.mark.parametrize("kind", MODELS_OF_TRANSLATION)
@@ -106,7 +107,7 @@ def test_what_grows_is_refused_and_nothing_else(kind):
 
 def test_sources_of_another_length_are_another_recording(captures):
     model, (source, mask) = sharp("delta"), sources()
-    decoding = RecordedDecoder(model)
+    decoding = CapturedDecoder(model)
     assert model.config.cross == "softmax"
     for length in (6, 4, 5):
         rows = (source[:, :length], mask[:, :length])
@@ -117,7 +118,7 @@ def test_sources_of_another_length_are_another_recording(captures):
     assert len(captures) >= 3
 
 
-def recorded_stream(model):
+def captured_stream(model):
     stream = Stream(model)
     # What only a GPU is allowed.
     stream._graph = True
@@ -125,22 +126,22 @@ def recorded_stream(model):
 
 
 @pytest.mark.parametrize("name", CONSTANT)
-def test_a_recorded_stream_reads_as_an_unrecorded_one(captures, name):
+def test_a_captured_stream_reads_as_an_eager_one(captures, name):
     model, tokens = random_model(**MODELS[name]), text().tolist()
-    plain, stream = Stream(model), recorded_stream(model)
+    plain, stream = Stream(model), captured_stream(model)
     for piece in (*([t] for t in tokens[:8]), tokens[8:15], *([t] for t in tokens[15:20])):
         torch.testing.assert_close(stream.feed(piece), plain.feed(piece))
         torch.testing.assert_close(stream.log_probs, plain.log_probs)
     assert len(captures) == 1 and stream.position == plain.position == 20 and stream.nbytes == plain.nbytes
     # What `fork` does: the copy stays as it is while the graph goes on.
-    other = recorded_stream(model)
+    other = captured_stream(model)
     other._state, other._hidden = stream._state.clone(), stream._hidden
     ahead = [stream.feed([t]) for t in tokens[20:]]
     for token, expected in zip(tokens[20:], ahead, strict=True):
         torch.testing.assert_close(other.feed([token]), expected)
 
 
-def test_what_cannot_be_recorded_is_said():
+def test_what_cannot_be_captured_is_said():
     for kind, reason in (("linear", "a CUDA graph needs a CUDA device, and this is cpu"), ("softmax", "that grows")):
         with pytest.raises(ValueError, match=f"graph = True cannot be had: .*{reason}"):
             translate(sharp(kind), None, ["a line"], graph=True)
