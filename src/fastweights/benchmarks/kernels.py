@@ -8,7 +8,6 @@ context with it, runs in a process of its own while this one waits.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -33,7 +32,7 @@ from fastweights.benchmarks.kernel_rivals import (
     memory,
     rivals,
 )
-from fastweights.benchmarks.record import write_record
+from fastweights.benchmarks.record import Record
 from fastweights.benchmarks.timing import bandwidth, failure_noted, measure, relative_errors
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.features import Features
@@ -203,43 +202,35 @@ def _seconds(row: dict[str, Any]) -> str:
     )
 
 
-def run(out: Path | None, quick: bool, which: tuple[str, ...]) -> bool:
-    """Check, measure, print the table, and write the JSON file if asked for. False where a check failed."""
-    console, start = Console(), time.perf_counter()
+def run(out: Path | None, quick: bool, which: tuple[str, ...], as_json: bool = False) -> bool:
+    """Check and measure. False where a check failed."""
+    record = Record("kernels", "cuda", SEED, out, as_json)
+    console = record.console
     if reason := BACKENDS["triton"].unavailable():
         console.print(f"nothing to measure: {reason}")
         return False
     bytes_per_s = bandwidth()
-    rows: list[dict[str, Any]] = [{"part": "machine", "bandwidth_bytes_per_s": bytes_per_s, **_more_versions()}]
-
-    def add(*more: dict[str, Any]) -> None:
-        rows.extend(more)
-        if out is not None:
-            write_record(out, "kernels", "cuda", SEED, start, rows)
-
+    record.add({"part": "machine", "bandwidth_bytes_per_s": bytes_per_s, **_more_versions()})
     separate = SeparateProcess()
     cases = []
     budget_ms = 20 if quick else 60
     try:
         if "fla" in which:
             separate.begin()
-        add(*_checks(console, quick))
+        record.add(*_checks(console, quick))
         for row in () if quick else first_calls({name: SHAPES[name] for name in COLD}, "bfloat16"):
             console.print(f"first call of {row['name']}: {_seconds(row)}")
-            add(row)
+            record.add(row)
         for name, dtype in _cases(quick):
             console.print(f"measuring {name}, {dtype}", style="dim")
             cases.append(_case(name, dtype, which, budget_ms, bytes_per_s, separate))
-            add({"part": "shape", **cases[-1]})
+            record.add({"part": "shape", **cases[-1]})
         for row in () if quick else _in_layers(budget_ms, which, separate):
             console.print(f"measured {row['part']} {row.get('name', '')}", style="dim")
-            add(row)
+            record.add(row)
     finally:
         separate.close()
-    console.print(_table(cases))
-    wrong = [row for row in rows if row.get("right") is False]
-    for row in wrong:
-        console.print(f"WRONG: {row['name']}: {row.get('failure') or row.get('errors') or row.get('error')}")
-    if out is not None:
-        console.print(f"written to {out}")
+    wrong = [row for row in record.rows if row.get("right") is False]
+    found = (f"WRONG: {row['name']}: {row.get('failure') or row.get('errors') or row.get('error')}" for row in wrong)
+    record.finish(_table(cases), *found)
     return not wrong

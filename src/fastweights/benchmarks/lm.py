@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from fastweights.benchmarks.record import write_record
+from fastweights.benchmarks.record import Record
 from fastweights.benchmarks.timing import kernel_times
 from fastweights.common.tables import look_up
 from fastweights.data.text.corpus import Corpus, TokenStream
@@ -234,24 +233,21 @@ def run(
     device: str,
     steps: int,
     compared: int,
+    as_json: bool = False,
 ) -> bool:
-    """Compare, measure, print the table, and write the JSON file after every model. False where something failed."""
+    """Compare and measure every model. False where something failed."""
     for table, names, what in ((RECIPES, sizes, "size"), (MODELS, models, "model"), (WAYS, ways, "way of training")):
         for name in names:
             look_up(table, name, what)
-    console, start, rows = Console(), time.perf_counter(), []
+    record = Record("lm", device, SEED, out, as_json)
     loaded = None if corpus is None else Corpus.load(corpus)
     for size in sizes:
         text = loaded or random_corpus(size)
         for model in models:
-            console.print(f"{size} {model}, on {text.manifest['name']}", style="dim")
-            rows.append(case(text, size, model, ways, device, steps, compared))
-            if out is not None:
-                write_record(out, "lm", device, SEED, start, rows)
-    console.print(_table(rows, ways))
-    if out is not None:
-        console.print(f"written to {out}")
-    return all(_right(row, ways) for row in rows)
+            record.console.print(f"{size} {model}, on {text.manifest['name']}", style="dim")
+            record.add(case(text, size, model, ways, device, steps, compared))
+    record.finish(_table(record.rows, ways))
+    return all(_right(row, ways) for row in record.rows)
 
 
 def _right(row: dict[str, Any], ways: Sequence[str]) -> bool:

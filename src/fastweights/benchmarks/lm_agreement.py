@@ -17,12 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from fastweights.benchmarks import lm
 from fastweights.benchmarks.lm import AGREEMENT, MODELS, SEED, WAYS
-from fastweights.benchmarks.record import write_record
+from fastweights.benchmarks.record import Record
 from fastweights.common.tables import look_up
 from fastweights.data.text.corpus import Corpus
 from fastweights.models.presets import RECIPES
@@ -64,29 +63,26 @@ def run(
     losses: int,
     steps: int,
     changes: Mapping[str, Any],
+    as_json: bool = False,
 ) -> bool:
-    """Compare, print, and write the JSON file after each of the two parts. False where the ways do not agree."""
+    """Compare first losses, then perplexities. False where the ways do not agree."""
     look_up(RECIPES, size, "size")
     look_up(MODELS, model, "model")
     for way in ways:
         look_up(WAYS, way, "way of training")
     if len(set(ways)) < 2:
         raise ValueError(f"two ways of training can be compared, not {','.join(ways)}; they are {', '.join(WAYS)}")
-    console, start, corpus = Console(), time.perf_counter(), Corpus.load(folder)
+    record, corpus = Record("lm-agreement", device, SEED, out, as_json), Corpus.load(folder)
     row: dict[str, Any] = {"size": size, "model": model, "data": corpus.manifest["name"], "changes": dict(changes)}
     row |= {"ways": list(ways), "tolerance": {"losses": AGREEMENT, "perplexity": ENDING}, "agree": None}
     where = (corpus, size, model, ways, device)
-    console.print(f"{size} {model}, on {corpus.manifest['name']}: the first {losses} losses", style="dim")
+    record.console.print(f"{size} {model}, on {corpus.manifest['name']}: the first {losses} losses", style="dim")
     row["losses"] = {"count": losses, **lm.agreement(*where, losses, steps=losses, **changes)}
-    if out is not None:
-        write_record(out, "lm-agreement", device, SEED, start, [row])
-    console.print(f"validation perplexity after {steps} updates", style="dim")
+    record.add(row)
+    record.console.print(f"validation perplexity after {steps} updates", style="dim")
     row["perplexity"] = {"steps": steps, **perplexities(*where, steps, **changes)}
     row["agree"] = row["losses"]["agree"] and row["perplexity"]["agree"]
-    console.print(_table(row))
-    if out is not None:
-        write_record(out, "lm-agreement", device, SEED, start, [row])
-        console.print(f"written to {out}")
+    record.finish(_table(row))
     return bool(row["agree"])
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -15,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import fastweights as fw
-from fastweights.benchmarks.record import write_record
+from fastweights.benchmarks.record import Record
 from fastweights.benchmarks.timing import median_seconds
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -76,17 +74,16 @@ def measure(rival: str, shape: tuple[int, int, int, int], repeats: int, threads:
     return {"rival": rival, "shape": list(shape), **seconds, "peak_bytes": peak_bytes() - before}
 
 
-def run(out: Path | None, repeats: int) -> None:
-    """Measure every rival at every shape, print the table, and write the JSON file if asked for."""
-    console, start, threads = Console(), time.perf_counter(), torch.get_num_threads()
+def run(out: Path | None, repeats: int, as_json: bool = False) -> None:
+    """Measure every rival at every shape."""
+    record, threads = Record("memory", "cpu", SEED, out, as_json), torch.get_num_threads()
     cases = [(rival, shape) for shape in SHAPES for rival in RIVALS] + [("chunked", shape) for shape in GROWTH]
-    rows = []
     for rival, shape in cases:
-        console.print(f"measuring {rival} at B, T, H, D = {shape}", style="dim")
+        record.console.print(f"measuring {rival} at B, T, H, D = {shape}", style="dim")
         # The slow ones are slow enough to be timed well by fewer runs.
         few = repeats if rival == "chunked" else min(repeats, 2)
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            rows.append(pool.submit(measure, rival, shape, few, threads).result())
+            record.add(pool.submit(measure, rival, shape, few, threads).result())
     table = Table(
         "B, T, H, D",
         "",
@@ -96,8 +93,8 @@ def run(out: Path | None, repeats: int) -> None:
         "fwd + bwd over chunked",
         title="delta rule, float32",
     )
-    ours = {tuple(row["shape"]): row["forward_backward"] for row in rows if row["rival"] == "chunked"}
-    for row in rows:
+    ours = {tuple(row["shape"]): row["forward_backward"] for row in record.rows if row["rival"] == "chunked"}
+    for row in record.rows:
         row["ratio_to_chunked"] = row["forward_backward"] / ours[tuple(row["shape"])]
         table.add_row(
             str(tuple(row["shape"])),
@@ -107,7 +104,4 @@ def run(out: Path | None, repeats: int) -> None:
             f"{row['peak_bytes'] / 2**20:.0f}",
             f"{row['ratio_to_chunked']:.1f}",
         )
-    console.print(table)
-    if out is not None:
-        write_record(out, "memory", "cpu", SEED, start, rows)
-        console.print(f"written to {out}")
+    record.finish(table)

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastweights.benchmarks.record import write_record
+from fastweights.benchmarks.record import Record
 from fastweights.data.synthetic import training_batches
 from fastweights.models.retrieval import RetrievalModel, half_squared_error
 from fastweights.models.retrieval_shortcuts import ShortcutRetrievalModel, pair
@@ -73,16 +72,15 @@ def measure(setting: int, name: str, size: int, repeats: int) -> list[dict[str, 
     return rows
 
 
-def run(out: Path | None, repeats: int) -> None:
-    """Measure every cell, print the table, and write the JSON file if asked for."""
-    start, console = time.perf_counter(), Console()
+def run(out: Path | None, repeats: int, as_json: bool = False) -> None:
+    """Measure every cell."""
+    record = Record("retrieval", "cpu", SEED, out, as_json)
     torch.set_num_threads(1)
-    rows = [row for cell in CELLS for row in measure(*cell, repeats)]
+    for setting, name, size in CELLS:
+        record.console.print(f"measuring {name} of size {size} in setting {setting}", style="dim")
+        record.add(*measure(setting, name, size, repeats))
     table = Table("setting", "model", "S", "form", "ms a step", "gain over plain", title="one thread, float32")
-    for row in rows:
+    for row in record.rows:
         cells = (row["setting"], row["model"], row["size"], row["form"])
         table.add_row(*map(str, cells), f"{1e3 * row['step_s']:.1f}", f"{row['gain']:.1f}")
-    console.print(table)
-    if out is not None:
-        write_record(out, "retrieval", "cpu", SEED, start, rows)
-        console.print(f"written to {out}")
+    record.finish(table)

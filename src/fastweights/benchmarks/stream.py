@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from fastweights.benchmarks.record import write_record
+from fastweights.benchmarks.record import Record
 from fastweights.common.tables import look_up
 from fastweights.inference.stream import Stream
 from fastweights.models.language_model import LanguageModel
@@ -50,27 +49,24 @@ def _timed(stream: Stream, token: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def run(out: Path | None, size: str, models: Sequence[str], device: str, pasts: Sequence[int]) -> list[dict[str, Any]]:
-    """Measure, print the table, and write the JSON file after every model."""
+def run(
+    out: Path | None, size: str, models: Sequence[str], device: str, pasts: Sequence[int], as_json: bool = False
+) -> None:
+    """Measure every model after each past."""
     look_up(PRESETS, size, "size")
     for model in models:
         look_up(MIXER_CHOICES, model, "model")
     pasts = sorted(pasts)
     if pasts[0] < 1 or any(after - before <= TIMED + 1 for before, after in pairwise(pasts)):
         raise ValueError(f"pasts are of 1 token at least and more than {TIMED + 1} apart, which are timed; got {pasts}")
-    console, start, rows = Console(), time.perf_counter(), []
+    record = Record("stream", device, SEED, out, as_json)
     for model in models:
         recorded = device != "cpu" and MIXER_CHOICES[model].mixer == "fast_weight"
         for graph in (False, True) if recorded else (False,):
-            console.print(f"{size} {model}{', recorded' if graph else ''}", style="dim")
-            rows += case(size, model, device, pasts, graph)
-            if out is not None:
-                write_record(out, "stream", device, SEED, start, rows)
+            record.console.print(f"{size} {model}{', recorded' if graph else ''}", style="dim")
+            record.add(*case(size, model, device, pasts, graph))
     table = Table("model", "", "tokens before", "ms a token", "state, bytes", title=f"{size}, one row")
-    for row in rows:
+    for row in record.rows:
         way = "CUDA graph" if row["graph"] else ""
         table.add_row(row["model"], way, f"{row['past']:,}", f"{row['ms']:.3f}", f"{row['state_bytes']:,}")
-    console.print(table)
-    if out is not None:
-        console.print(f"written to {out}")
-    return rows
+    record.finish(table)

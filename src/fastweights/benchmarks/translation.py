@@ -14,16 +14,14 @@ Decoding is by steps of the model, a token for each sentence.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from fastweights.benchmarks.record import write_record
+from fastweights.benchmarks.record import Record
 from fastweights.benchmarks.timing import median_seconds
 from fastweights.inference.translate import CapturedDecoder, refusal
 from fastweights.models.translation import TranslationModel
@@ -131,26 +129,22 @@ def measure(attention: str, length: int, preset: str, device: str, autocast: boo
     return row
 
 
-def run(out: Path | None, preset: str, device: str, precision: str, repeats: int) -> None:
-    """Measure both at every length, print the table, and write the JSON file, if asked for, after every row."""
-    console, start, rows = Console(), time.perf_counter(), []
+def run(out: Path | None, preset: str, device: str, precision: str, repeats: int, as_json: bool = False) -> None:
+    """Measure both at every length."""
+    record = Record("mt", device, SEED, out, as_json)
     about = {"preset": preset, "words": WORDS[preset], "precision": precision, "new_tokens": NEW}
     for length in LENGTHS:
         for attention in ATTENTIONS:
-            console.print(f"measuring {attention} at source length {length}", style="dim")
+            record.console.print(f"measuring {attention} at source length {length}", style="dim")
             try:
                 found = measure(attention, length, preset, device, precision == "bf16", repeats)
             except torch.OutOfMemoryError:
-                console.print(f"{attention} at source length {length} does not fit into memory")
+                record.console.print(f"{attention} at source length {length} does not fit into memory")
                 found = {"attention": attention, "source_length": length, "out_of_memory": True}
-            rows.append(found | about)
-            if out is not None:
-                write_record(out, "mt", device, SEED, start, rows)
+            record.add(found | about)
     shown = ("train_tokens_per_s", "encode_ms", "step_ms", "recorded_step_ms", "sentences_per_s", "state_bytes")
     table = Table("source length", "", *(name.replace("_", " ") for name in shown), title=f"{preset}, {precision}")
-    for row in rows:
+    for row in record.rows:
         values = [f"{row[name]:,.{'0f' if name == 'state_bytes' else '1f'}}" if name in row else "-" for name in shown]
         table.add_row(str(row["source_length"]), row["attention"], *values)
-    console.print(table)
-    if out is not None:
-        console.print(f"written to {out}")
+    record.finish(table)
