@@ -73,7 +73,7 @@ def test_the_same_command_goes_on(corpus, tmp_path):
     options = ("--set", "checkpoint_every=5", "--set", "dropout=0.1")
     assert train_mt(corpus, tmp_path / "whole", *options).exit_code == 0
     first = train_mt(corpus, tmp_path / "parts", *options, "--minutes", "0.000001")
-    assert first.exit_code == 0 and "the same command goes on" in first.stdout
+    assert first.exit_code == 0 and "the same command resumes it" in first.stdout
     assert train_mt(corpus, tmp_path / "parts", *options).exit_code == 0
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     other = train_mt(corpus, tmp_path / "parts", *options, lr=0.5)

@@ -8,6 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from fastweights.commands import options
 from fastweights.commands import reproduce as commands
 from fastweights.data.prepare import prepare
 from fastweights.experiments import EXPERIMENTS
@@ -167,7 +168,7 @@ def test_report_by_the_best_loss(run, training, tmp_path):
 
 
 def test_without_matplotlib(run, training, monkeypatch):
-    monkeypatch.setattr(commands, "find_spec", lambda name: None)
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
     result = run("reproduce", "fig2", "--scale", "smoke")
     assert result.exit_code == 2 and "pip install 'fastweights[experiments]'" in result.stderr
 
@@ -177,7 +178,7 @@ def test_without_matplotlib(run, training, monkeypatch):
     [("lightning", "table2", "train"), ("lightning", "speed", "train"), ("sacrebleu", "table1", "mt")],
 )
 def test_without_an_extra(run, training, monkeypatch, tmp_path, missing, name, extras):
-    monkeypatch.setattr(commands, "find_spec", lambda package: None if package == missing else object())
+    monkeypatch.setattr(options, "find_spec", lambda package: None if package == missing else object())
     result = run("reproduce", name, "--scale", "smoke")
     assert result.exit_code == 2 and f"{missing}: pip install 'fastweights[{extras}]'" in result.stderr
     assert not (tmp_path / "out").exists()

@@ -7,85 +7,79 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-if TYPE_CHECKING:
-    from fastweights.data.manifest import Report
+from fastweights.commands.options import input_errors, require, say
+from fastweights.common.tables import look_up
+from fastweights.data.manifest import Report
+from fastweights.data.prepare import prepare
+from fastweights.data.registry import KINDS
 
 
 def data(
     kind: Annotated[
         str | None,
-        typer.Argument(
-            metavar="KIND",
-            help="Text: wikitext103, wikitext2, enwik8, text, ids, embedded. Pairs: wmt14, parallel, numbers.",
-        ),
+        typer.Argument(metavar="KIND", help=f"One of {', '.join(KINDS)}; --list describes them."),
     ] = None,
     source: Annotated[
         Path | None, typer.Option(help="The corpus' files: a folder, a file or a zip archive.", show_default=False)
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write to.", show_default="data/KIND")] = None,
     valid: Annotated[
-        Path | None, typer.Option(help="text, ids: validate on this file; wmt14, parallel: on PATH.en and PATH.de.")
+        Path | None, typer.Option(help="text, ids: validation file; wmt14, parallel: PATH of PATH.en and PATH.de.")
     ] = None,
-    test: Annotated[Path | None, typer.Option(help="Test on this file or these files, likewise.")] = None,
+    test: Annotated[Path | None, typer.Option(help="The same for the test set.")] = None,
     min_count: Annotated[
         int | None, typer.Option(help="text, embedded: rarer words become <unk>.", show_default="1, embedded 3")
     ] = None,
     max_words: Annotated[int | None, typer.Option(help="text, embedded: keep the most frequent words only.")] = None,
     source_language: Annotated[
-        str | None, typer.Option(help="parallel: translate from; what its files' names end in.", show_default="en")
+        str | None,
+        typer.Option(help="parallel: language to translate from, as its files' names end.", show_default="en"),
     ] = None,
-    target_language: Annotated[str | None, typer.Option(help="parallel: translate to.", show_default="de")] = None,
+    target_language: Annotated[
+        str | None, typer.Option(help="parallel: language to translate to.", show_default="de")
+    ] = None,
     vocab: Annotated[
         int | None,
         typer.Option(
-            help="wmt14, parallel, numbers: pieces of the vocabulary that both languages share, at most.",
+            help="wmt14, parallel, numbers: largest size of the vocabulary that both languages share.",
             show_default="32000, numbers 400",
         ),
     ] = None,
     pairs: Annotated[int | None, typer.Option(help="numbers: pairs to train on.", show_default="20000")] = None,
     held_out: Annotated[
-        int | None, typer.Option(help="numbers: pairs to validate and test.", show_default="500")
+        int | None, typer.Option(help="numbers: pairs for validation and for the test.", show_default="500")
     ] = None,
-    highest: Annotated[int | None, typer.Option(help="numbers: the highest.", show_default="999")] = None,
+    highest: Annotated[int | None, typer.Option(help="numbers: the highest number.", show_default="999")] = None,
     allow_other: Annotated[
         bool, typer.Option("--allow-other", help="Take another corpus in the format of KIND, under its own name.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Prepare again what is finished.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Prepare the corpus again even if it is finished.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="Show the kinds of corpus and where each can be had.")] = False,
 ) -> None:
     """Prepare a corpus for training: build its vocabulary, write its tokens, and record counts and checksums."""
-    from fastweights.data.prepare import prepare
-    from fastweights.data.registry import KINDS
-
+    options = {name: value for name, value in locals().items() if any(name in row.options for row in KINDS.values())}
     if list_:
         for name, row in KINDS.items():
             typer.echo(f"{name:<12} {row.what}\n{'':<13}{row.obtain}")
         return
+    start = time.monotonic()
     try:
-        if kind is None:
-            raise ValueError(f"name a corpus: {', '.join(KINDS)}; --list says more")
-        out = Path("data") / kind if out is None else out
-        options: dict[str, Any] = {
-            "valid": valid,
-            "test": test,
-            "min_count": min_count,
-            "max_words": max_words,
-            "vocab": vocab,
-        }
-        options |= {"source_language": source_language, "target_language": target_language}
-        options |= {"pairs": pairs, "held_out": held_out, "highest": highest}
-        start = time.monotonic()
-        with _display() as report:
+        with input_errors((ValueError, ImportError)), _display() as report:
+            if kind is None:
+                raise ValueError(f"name a corpus: {', '.join(KINDS)}; --list says more")
+            row, out = look_up(KINDS, kind, "corpus"), out or Path("data") / kind
+            require(*row.needs)
+            if source is None and row.hub is not None and (force or not (out / "manifest.json").exists()):
+                require("datasets", otherwise=row.obtain)
             done = prepare(kind, source, out, allow_other=allow_other, force=force, report=report, **options)
-    except ValueError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        typer.echo("Stopped: nothing was finished; the same command starts again.", err=True)
+        say("Stopped: nothing was finished; the same command starts again.")
         raise typer.Exit(130) from None
     _summary(done.manifest)
     if done.fresh:
@@ -95,13 +89,12 @@ def data(
 
 
 def _summary(manifest: dict[str, Any]) -> None:
-    label = (
-        ""
-        if manifest["official"] or manifest["kind"] not in ("wikitext103", "wikitext2", "enwik8", "wmt14")
-        else (f", in the format of {manifest['kind']} but not that corpus")
+    published = KINDS[manifest["kind"]].official is not None
+    other = (
+        f", in the format of {manifest['kind']} but not that corpus" if published and not manifest["official"] else ""
     )
     size = manifest["vocabulary"]["size"]
-    typer.echo(f"{manifest['name']}{label}: {size:,} {manifest['vocabulary']['kind']}")
+    typer.echo(f"{manifest['name']}{other}: {size:,} {manifest['vocabulary']['kind']}")
     for split, entry in manifest["splits"].items():
         name = f" of {entry['set']}" if "set" in entry else ""
         if "pairs" in entry:
@@ -119,17 +112,14 @@ def _summary(manifest: dict[str, Any]) -> None:
 
 @contextmanager
 def _display() -> Iterator[Report]:
-    """A bar on a terminal, a line for each stage elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
+    """Show progress: a bar on a terminal, a line for each stage elsewhere."""
     console, current = Console(file=sys.stderr), ""
     if not console.is_terminal:
 
         def line(stage: str, fraction: float) -> None:
             nonlocal current
             if stage != current:
-                typer.echo(stage, err=True)
+                say(stage)
             current = stage
 
         yield line

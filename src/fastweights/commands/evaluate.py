@@ -1,35 +1,52 @@
-"""`fastweights eval lm`: the perplexity of a trained language model."""
+"""`fastweights eval lm` and `eval mt`: the perplexity and the BLEU score of trained models."""
 
 from __future__ import annotations
 
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from fastweights.commands.device import pick_device
-from fastweights.commands.evaluate_mt import mt
-from fastweights.commands.results import as_json, counting, leave, provenance_of, run_errors
-from fastweights.commands.training_options import say
+from fastweights.commands.options import AsJson, Device, pick_device, require, say
+from fastweights.commands.results import (
+    Beam,
+    LanguageFolder,
+    LengthPenalty,
+    Split,
+    TranslationFolder,
+    Which,
+    check_batch,
+    check_names,
+    keep_result,
+    load,
+    measuring,
+    provenance_of,
+    run_errors,
+)
+from fastweights.data.text.documents import mark_documents
+from fastweights.inference.beam import Search
+from fastweights.inference.translate import translate
+from fastweights.training.runs.checkpoint import Checkpoint, CheckpointError
+from fastweights.training.runs.saved import LanguageRun, TranslationRun
+from fastweights.training.tasks import evaluate
+from fastweights.training.tasks.bleu import bleu
 
-if TYPE_CHECKING:
-    from fastweights.training.tasks.evaluate import Perplexity
+# Sentences kept in the JSON file beside the score.
+SAMPLES = 20
 
-app = typer.Typer(help="Measure a trained model.", no_args_is_help=True)
-app.command()(mt)
+Data = Annotated[Path | None, typer.Option(help="The corpus, if it was moved since the training.", show_default=False)]
 
 
-@app.command()
 def lm(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `fastweights train lm`.")],
-    split: Annotated[str, typer.Option(help="valid or test.")] = "valid",
+    run: LanguageFolder,
+    split: Split = "valid",
     protocol: Annotated[
         str,
         typer.Option(
-            help="segment: as validation in training; sliding: a window moved word by word; carried: segments of which "
-            "each goes on from the state of the one before."
+            help="segment: as validation in training; sliding: a window moved word by word; carried: segments that "
+            "each continue from the state of the one before."
         ),
     ] = "segment",
     stride: Annotated[
@@ -48,22 +65,17 @@ def lm(
     clamp_len: Annotated[
         int | None, typer.Option(help="xl: greatest distance told apart.", show_default="the segment of training")
     ] = None,
-    checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
-    data: Annotated[Path | None, typer.Option(help="The corpus, if it was moved since the training.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    checkpoint: Which = "best",
+    data: Data = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Print the perplexity of a run's model and keep it as JSON in RUN/eval.
 
     The paper's numbers are those of `--protocol sliding`, and in Table 4 of `--protocol carried`.
     """
     with run_errors():
-        from fastweights.common.tables import look_up
-        from fastweights.data.text.documents import mark_documents
-        from fastweights.training.runs.saved import LanguageRun
-        from fastweights.training.tasks import evaluate
-
-        look_up(dict.fromkeys(("valid", "test")), split, "split")
-        look_up(dict.fromkeys(("best", "last")), checkpoint, "checkpoint")
+        check_names(checkpoint, split)
         device = pick_device(device)
         opened = LanguageRun.open(run)
         if protocol == "segment" and batch is None:
@@ -83,35 +95,95 @@ def lm(
         corpus = opened.corpus(data)
         stream = mark_documents(corpus.split(split), corpus.vocabulary, opened.documents)
         stream = stream if device == "cpu" else stream.to(device)
-        model, source = opened.load(checkpoint, device)
+        model, source = load(opened, checkpoint, device)
+    say(f"scoring {len(stream):,} tokens of {split} with {source.folder.name}")
     start = time.monotonic()
-    try:
-        with run_errors(), counting("tokens") as report:
-            found = evaluate.measure(model, stream, how, report)
-    except KeyboardInterrupt:
-        say("Stopped: part of a text has no perplexity to keep, so nothing was written.")
-        raise typer.Exit(130) from None
+    with measuring("tokens") as report:
+        found = evaluate.measure(model, stream, how, report)
+        if not math.isfinite(found.loss):
+            raise CheckpointError(
+                f"the loss of {source.folder} on {split} is {found.loss}, which has no perplexity; "
+                "train again with a lower --lr and --fresh"
+            )
     wall = time.monotonic() - start
-    about = {"run": str(run), "checkpoint": source.folder.name, "step": source.step, "split": split}
-    about |= {"corpus": corpus.manifest["name"], "fingerprint": corpus.fingerprint, "protocol": how.describe()}
-    about["documents"] = opened.documents
+    about = {**_about(run, source, split, corpus), "protocol": how.describe(), "documents": opened.documents}
     if how.carry:
         if how.mem_len is not None:
             model.set_memory(how.mem_len, how.clamp_len)
         about["state_size"] = model.state_size(how.segment)
-    kind = source.folder.name.split("-")[0]
-    path = run / "eval" / f"{split}-{how.slug}-{'best' if kind == 'best' else 'last'}.json"
-    record = {**about, **_numbers(found, wall), **provenance_of(device)}
+    numbers = {"ppl": found.ppl if math.isfinite(found.ppl) else str(found.ppl), "loss": found.loss}
+    numbers |= {"bits_per_token": found.bits, "tokens": found.tokens, "wall_s": wall}
+    record = {**about, **numbers, "tokens_per_s": found.tokens / wall, **provenance_of(device)}
     what = "byte" if corpus.vocabulary.kind == "bytes" else "word"
-    leave(
-        {path: as_json(record)},
+    lines = [
         f"perplexity {found.ppl:.3f}, {found.bits:.4f} bits per {what}",
         f"{found.tokens:,} tokens scored in {wall:.1f} s, {found.tokens / wall:,.0f} tokens/s",
-    )
+    ]
+    keep_result(run / "eval" / f"{split}-{how.slug}-{_kind(source)}.json", record, lines, as_json)
 
 
-def _numbers(found: Perplexity, wall: float) -> dict[str, Any]:
-    numbers = {"ppl": found.ppl, "loss": found.loss, "bits_per_token": found.bits}
-    # JSON has no NaN and no infinity.
-    plain = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
-    return {**plain, "tokens": found.tokens, "wall_s": wall, "tokens_per_s": found.tokens / wall}
+def mt(
+    run: TranslationFolder,
+    split: Split = "valid",
+    beam: Beam = 4,
+    length_penalty: LengthPenalty = 0.6,
+    batch: Annotated[
+        int | None, typer.Option(help="Sentences at once.", show_default="as many as suit the device")
+    ] = None,
+    checkpoint: Which = "best",
+    data: Data = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the translations to this file too, a line each.", show_default="nowhere")
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Translate a split, print its BLEU score with sacreBLEU's signature, and keep it as JSON in RUN/eval.
+
+    The score is that of the text as people write it, against the references as they were read.
+    """
+    with run_errors():
+        require("sacrebleu", "tokenizers")
+        check_names(checkpoint, split)
+        check_batch(batch)
+        Search(beam=beam, length_penalty=length_penalty)
+        device = pick_device(device)
+        opened = TranslationRun.open(run)
+        corpus = opened.corpus(data)
+        pairs = corpus.split(split)
+        model, source = load(opened, checkpoint, device)
+    say(f"translating {len(pairs):,} sentences of {split} with {source.folder.name}")
+    start = time.monotonic()
+    how: dict[str, Any] = {"beam": beam, "length_penalty": length_penalty}
+    with measuring("sentences") as report:
+        translations = translate(model, corpus.tokenizer, pairs.sources, **how, batch=batch, report=report)
+    wall = time.monotonic() - start
+    score = bleu(translations, pairs.targets)
+    samples = list(zip(pairs.sources[:SAMPLES], translations[:SAMPLES], pairs.targets[:SAMPLES], strict=True))
+    record = {
+        **_about(run, source, split, corpus),
+        **how,
+        "bleu": score.score,
+        "signature": score.signature,
+        "sentences": len(translations),
+        "wall_s": wall,
+        "sentences_per_s": len(translations) / wall,
+        "samples": [dict(zip(("source", "translation", "reference"), sample, strict=True)) for sample in samples],
+        **provenance_of(device),
+    }
+    lines = [
+        f"BLEU {score.score:.2f}  ({score.signature})",
+        f"{len(translations):,} sentences in {wall:.1f} s, {len(translations) / wall:.1f} a second",
+    ]
+    path = run / "eval" / f"{split}-beam{beam}-penalty{length_penalty:g}-{_kind(source)}.json"
+    more = {} if out is None else {out: "".join(f"{line}\n" for line in translations)}
+    keep_result(path, record, lines, as_json, more)
+
+
+def _about(run: Path, source: Checkpoint, split: str, corpus: Any) -> dict[str, Any]:
+    about = {"run": str(run), "checkpoint": source.folder.name, "step": source.step, "split": split}
+    return {**about, "corpus": corpus.manifest["name"], "fingerprint": corpus.fingerprint}
+
+
+def _kind(source: Checkpoint) -> str:
+    return "best" if source.folder.name.startswith("best") else "last"

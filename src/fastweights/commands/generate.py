@@ -7,58 +7,53 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from fastweights.commands.device import pick_device
-from fastweights.commands.results import run_errors
-from fastweights.commands.training_options import say
-
-if TYPE_CHECKING:
-    from fastweights.data.text.vocabulary import Vocabulary
-    from fastweights.inference.stream import SlidingWindow, Stream
+from fastweights.commands.options import Device, check_seed, pick_device, say
+from fastweights.commands.results import LanguageFolder, Which, check_names, load, run_errors
+from fastweights.data.text.vocabulary import UNKNOWN, Vocabulary, WordVocabulary, split_words
+from fastweights.inference.sample import Sampling
+from fastweights.inference.sample import generate as continue_text
+from fastweights.inference.stream import SlidingWindow, Stream, open_reader
+from fastweights.training.runs.saved import LanguageRun
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `fastweights train lm`.")],
+    run: LanguageFolder,
     prompt: Annotated[
-        str, typer.Option(help="The beginning, words and signs with spaces between; nothing for the start of a line.")
+        str, typer.Option(help="The beginning of the text, with spaces around words and signs; empty for a new line.")
     ] = "",
-    tokens: Annotated[int, typer.Option(help="How many words to add.")] = 100,
+    tokens: Annotated[int, typer.Option(help="Words to add.")] = 100,
     temperature: Annotated[float, typer.Option(help="Below 1 more predictable; 0 takes the most likely word.")] = 1.0,
     top_k: Annotated[int | None, typer.Option(help="Only the k most likely words.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Only the likeliest words that together reach p.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
-    checkpoint: Annotated[str, typer.Option(help="best or last.")] = "best",
+    checkpoint: Which = "best",
     data: Annotated[Path | None, typer.Option(help="The corpus, if RUN has no copy of its vocabulary.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
 ) -> None:
-    """Go on with a prompt, printing words as they come.
+    """Continue a prompt with a trained language model, printing words as they come.
 
     A model with fast weights keeps a memory of one size however long the text. One whose positions run backward from
     the end of a window, as those of the paper do, reads the last words again for each new one.
     """
     with run_errors():
-        from fastweights.common.tables import look_up
-        from fastweights.inference.sample import Sampling
-        from fastweights.inference.sample import generate as words
-        from fastweights.inference.stream import open_reader
-        from fastweights.training.runs.saved import LanguageRun
-
         if tokens < 1:
             raise ValueError(f"--tokens must be at least 1, got {tokens}")
-        look_up(dict.fromkeys(("best", "last")), checkpoint, "checkpoint")
+        check_names(checkpoint)
+        check_seed(seed)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         device = pick_device(device)
         opened = LanguageRun.open(run)
         vocabulary = opened.vocabulary(data)
         begin = _encode(prompt, vocabulary)
-        model, _ = opened.load(checkpoint, device)
+        model, _ = load(opened, checkpoint, device)
         reader = open_reader(model, opened.segment, opened.carried)
     start = time.monotonic()
     # Before the first word of a line stands the end of another.
-    new = words(reader, begin or vocabulary.encode("\n"), tokens, sampling, seed)
+    new = continue_text(reader, begin or vocabulary.encode("\n"), tokens, sampling, seed)
     try:
         with run_errors():
             for piece in vocabulary.stream(itertools.chain(begin, new)):
@@ -76,9 +71,7 @@ def generate(
 
 
 def _encode(prompt: str, vocabulary: Vocabulary) -> list[int]:
-    """The numbers of the prompt, with a note on words that are not in the vocabulary."""
-    from fastweights.data.text.vocabulary import UNKNOWN, WordVocabulary, split_words
-
+    """Return the numbers of the prompt; say which words are not in the vocabulary."""
     numbers = vocabulary.encode(prompt)
     if isinstance(vocabulary, WordVocabulary):
         unknown = list(dict.fromkeys(word for word in split_words(prompt) if word not in vocabulary))
@@ -89,8 +82,6 @@ def _encode(prompt: str, vocabulary: Vocabulary) -> list[int]:
 
 
 def _summary(reader: Stream | SlidingWindow, written: int, seconds: float) -> str:
-    from fastweights.inference.stream import SlidingWindow
-
     speed = f"{written} tokens in {seconds:.1f} s, {written / max(seconds, 1e-9):.0f} a second"
     if isinstance(reader, SlidingWindow):
         return f"{speed}; this model does not stream: for each token the last {reader.length} were read again"

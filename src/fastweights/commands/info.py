@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import platform
 import time
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
 import fastweights as fw
+from fastweights.commands.options import AsJson, print_json
+from fastweights.ops import self_check
 from fastweights.ops.backends import BACKENDS, ENVIRONMENT
+from fastweights.ops.gpu.memory.self_check import SOURCE, check_of, shipped
 from fastweights.ops.rules import RULES
 
 
-def check() -> bool:
-    """Compare every shipped kernel configuration with float64 on this GPU, print how far off it is; are all right?"""
-    from fastweights.ops import self_check
-    from fastweights.ops.gpu.memory.self_check import SOURCE, check_of, shipped
+def info(
+    check_kernels: Annotated[
+        bool, typer.Option("--check", help="Compare every GPU kernel with float64 on this machine; takes minutes.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show versions, devices, and every rule, feature map and backend with what it can do here."""
+    if check_kernels and as_json:
+        raise typer.BadParameter("--check prints a table; leave --json out")
+    if check_kernels:
+        raise typer.Exit(0 if check() else 1)
+    if as_json:
+        print_json(facts())
+    else:
+        show()
 
+
+def check() -> bool:
+    """Compare every shipped kernel configuration with float64 on this GPU, and return whether all are right."""
     console = Console()
     if reason := BACKENDS["triton"].unavailable():
         console.print(f"no kernels to check: {reason}")
@@ -43,26 +62,46 @@ def check() -> bool:
     return not bad
 
 
-def show() -> None:
-    """Print the tables."""
-    console = Console()
-    console.print(f"fastweights {fw.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
-    console.print(f"cpu: {torch.get_num_threads()} threads")
+def facts() -> dict[str, Any]:
+    """Return versions, devices and every entry of the tables, for JSON."""
+    devices = {"cpu": f"{torch.get_num_threads()} threads"}
     for i in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(i)
-        console.print(f"cuda:{i}: {torch.cuda.get_device_name(i)}, compute capability {major}.{minor}")
+        devices[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)}, compute capability {major}.{minor}"
+    reasons = {name: backend.unavailable() for name, backend in BACKENDS.items()}
+    return {
+        "versions": {"fastweights": fw.__version__, "torch": torch.__version__, "Python": platform.python_version()},
+        "devices": devices,
+        "backends": {
+            name: {"usable": reasons[name] is None, "reason": reasons[name], "description": backend.description}
+            for name, backend in BACKENDS.items()
+        },
+        "rules": {
+            name: {
+                "gates": list(RULES[name].gates),
+                "backends": list(BACKENDS) if RULES[name].coefficients else ["reference"],
+                "description": description,
+            }
+            for name, description in fw.list_rules().items()
+        },
+        "feature_maps": fw.list_feature_maps(),
+    }
 
+
+def show() -> None:
+    """Print the tables."""
+    console, here = Console(), facts()
+    console.print(", ".join(f"{name} {version}" for name, version in here["versions"].items()))
+    for name, device in here["devices"].items():
+        console.print(f"{name}: {device}")
     backends = Table("backend", "usable here", "what it is", title=f"Backends, in the order auto tries ({ENVIRONMENT})")
-    for backend in BACKENDS.values():
-        reason = backend.unavailable()
-        backends.add_row(backend.name, "yes" if reason is None else f"no: {reason}", backend.description)
+    for name, row in here["backends"].items():
+        backends.add_row(name, "yes" if row["usable"] else f"no: {row['reason']}", row["description"])
     rules = Table("rule", "gates", "backends", "what it does", title="Update rules")
-    for name, description in fw.list_rules().items():
-        rule = RULES[name]
-        where = ", ".join(BACKENDS) if rule.coefficients else "reference (outside the family)"
-        rules.add_row(name, ", ".join(rule.gates) or "-", where, description)
+    for name, row in here["rules"].items():
+        rules.add_row(name, ", ".join(row["gates"]) or "-", ", ".join(row["backends"]), row["description"])
     maps = Table("feature map", "what it is", title="Feature maps")
-    for name, description in fw.list_feature_maps().items():
+    for name, description in here["feature_maps"].items():
         maps.add_row(name, description)
     for table in (backends, rules, maps):
         console.print(table)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from fastweights.data.pairs.files import decode_line
+
 # Lines that are sorted by length together.
 WINDOW = 1024
 # Seconds in which a group with lines may wait for more: `cat` needs some time between two pieces of a file.
@@ -16,15 +18,13 @@ _PIECE = 1 << 16
 
 
 def waiting_lines(file: BinaryIO, name: str, window: int = WINDOW) -> Iterator[list[str]]:
-    """The lines of a UTF-8 file in groups of up to `window`, each of which ends where no further line is waiting.
+    """Yield the lines of a UTF-8 file in groups of up to `window`, each of which ends where no further line waits.
 
     What follows the last end of a line is a line too; white space at the ends of lines is left out.
 
     Raises:
         DataError: a line is not UTF-8; it is named by `name` and its number.
     """
-    from fastweights.data.pairs.files import decode_line
-
     lines: list[bytes] = []
     rest, done, until, more = b"", 0, 0.0, True
     while more:
@@ -43,7 +43,7 @@ def waiting_lines(file: BinaryIO, name: str, window: int = WINDOW) -> Iterator[l
 
 
 def _ready(file: BinaryIO, until: float) -> bool:
-    """Whether reading would not wait, now or by that time: there is more, or the end."""
+    """Return whether there is something to read, more lines or the end, now or by that time."""
     try:
         descriptor = file.fileno()
     except io.UnsupportedOperation:

@@ -7,21 +7,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastweights.commands.device import pick_device
-from fastweights.commands.training_options import read_settings
+from fastweights.commands.options import pick_device, read_settings, require
 
 if TYPE_CHECKING:
     from fastweights.experiments.engine.experiment import Cell, Experiment, Request, Selection
     from fastweights.experiments.engine.store import Store
     from fastweights.report.build import Chapter
-
-_EXTRAS = {"matplotlib": "experiments", "lightning": "train", "sacrebleu": "mt", "tokenizers": "mt"}
 
 _MOST = 2**32 - 1
 """Generators of random numbers on a CPU look at 32 bits of a seed."""
@@ -75,7 +71,7 @@ def reproduce(
         device = pick_device(device)
         if jobs is not None and jobs < 1:
             raise ValueError(f"--jobs must be at least 1, got {jobs}")
-        _require("matplotlib", *(package for experiment in experiments for package in experiment.needs))
+        require("matplotlib", *(package for experiment in experiments for package in experiment.needs))
         _check(store)
         request = Request(tuple(data or ()), device=device)
         plans = _plans(experiments, scale, selection, request, settings or [])
@@ -115,7 +111,7 @@ def report(
     with _input_errors():
         metric = look_up({"best": "best_loss", "last": "last_loss"}, loss, "loss")
         store = _store(out)
-        _require("matplotlib")
+        require("matplotlib")
         names = _check(store)
         if not names:
             raise ValueError(f"there are no results in {out}; `fastweights reproduce --list` shows what can be run")
@@ -232,14 +228,6 @@ def _plans(
         except (BadInput, ValueError) as error:
             raise ValueError(f"{experiment.name}: {error}") from None
     return plans
-
-
-def _require(*packages: str) -> None:
-    """A ValueError for packages that are not there, with the extras that bring them."""
-    missing = [package for package in dict.fromkeys(packages) if find_spec(package) is None]
-    if missing:
-        extras = ",".join(dict.fromkeys(_EXTRAS[package] for package in missing))
-        raise ValueError(f"this takes {', '.join(missing)}: pip install 'fastweights[{extras}]'")
 
 
 def _check(store: Store) -> list[str]:

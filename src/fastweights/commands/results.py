@@ -1,88 +1,125 @@
-"""What `fastweights eval lm` and `eval mt` share: errors, progress, and the file that is left."""
+"""What the commands on trained models share: their options, loading, progress, and the files they leave."""
 
 from __future__ import annotations
 
-import json
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fastweights.commands.training_options import say
+from fastweights.commands.options import as_json, input_errors, print_json, say
+from fastweights.common import provenance
+from fastweights.common.files import write_atomically
+from fastweights.common.tables import look_up
+from fastweights.training.runs.checkpoint import Checkpoint, CheckpointError
+from fastweights.training.runs.folder import RunError
+from fastweights.training.runs.saved import ModelT, SavedRun
+
+LanguageFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `fastweights train lm`.")]
+TranslationFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `fastweights train mt`.")]
+Split = Annotated[str, typer.Option(help="valid or test.")]
+Which = Annotated[str, typer.Option("--checkpoint", help="best or last.")]
+Beam = Annotated[int, typer.Option(help="Hypotheses kept at each step; 1 is greedy search.")]
+LengthPenalty = Annotated[float, typer.Option(help="Above 0 favours longer translations.")]
+# Seconds until the first line that tells how far the work has come, if the first tenth takes longer.
+SILENCE = 4.0
+
+
+def check_names(checkpoint: str, split: str = "valid") -> None:
+    """Raise a ValueError for a checkpoint or a split that there is not."""
+    look_up(dict.fromkeys(("best", "last")), checkpoint, "checkpoint")
+    look_up(dict.fromkeys(("valid", "test")), split, "split")
+
+
+def check_batch(batch: int | None) -> None:
+    """Raise a ValueError for a batch of nothing."""
+    if batch is not None and batch < 1:
+        raise ValueError(f"--batch must be at least 1, got {batch}")
+
+
+def load(run: SavedRun[Any, ModelT, Any], which: str, device: str) -> tuple[ModelT, Checkpoint]:
+    """Return the model of a run, and the checkpoint that its weights are from.
+
+    Raises:
+        CheckpointError: a weight is NaN or infinite, and with it everything that the model would say.
+    """
+    model, checkpoint = run.load(which, device)
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise CheckpointError(
+                f"{name} in {checkpoint.folder} is not finite, so the model has nothing to say; "
+                f"{_other(which)}, or train again with a lower --lr and --fresh"
+            )
+    return model, checkpoint
+
+
+def _other(which: str) -> str:
+    return f"try --checkpoint {'last' if which == 'best' else 'best'}"
 
 
 def provenance_of(device: str) -> dict[str, Any]:
-    """Which code and machine a number is from."""
-    from fastweights.common import provenance
-
+    """Return which code and machine a number is from."""
     about = {"commit": provenance.commit(), "hardware": provenance.hardware(device), "device": device}
     return {**about, "versions": provenance.versions()}
 
 
-def leave(files: Mapping[Path, str], *lines: str) -> None:
-    """Write files, then print lines and where the files are: a reader that closes the pipe early costs no file.
+def keep_result(
+    path: Path, record: dict[str, Any], lines: list[str], json: bool, more: Mapping[Path, str] = {}
+) -> None:
+    """Write the record and more files, then print lines, or the record as JSON, and where the files are.
 
-    A file that cannot be written costs nothing else; it ends the command with exit code 1 after all the rest.
+    A reader that closes the pipe early costs no file. A file that cannot be written costs nothing else; it ends the
+    command with exit code 1 after all the rest.
     """
-    from fastweights.common.files import write_atomically
-
-    written = []
-    for path, text in files.items():
+    written, files = [], {path: as_json(record), **more}
+    for file, text in files.items():
         try:
-            write_atomically(path, text.encode())
-            written.append(path)
+            write_atomically(file, text.encode())
+            written.append(file)
         except OSError as error:
-            say(f"Error: {path} cannot be written: {error.strerror}")
-    for line in (*lines, *(f"Written to {path}" for path in written)):
-        typer.echo(line)
+            say(f"Error: {file} cannot be written: {error.strerror}")
+    if json:
+        print_json(record)
+    for line in (*lines, *(f"Written to {file}" for file in written)):
+        typer.echo(line, err=json)
     if len(written) < len(files):
         raise typer.Exit(1)
 
 
-def as_json(record: dict[str, Any]) -> str:
-    """The text of a record's file."""
-    return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-
-
 @contextmanager
-def run_errors(*more: type[Exception]) -> Iterator[None]:
-    """Wrong input, or a run that cannot be used, ends the command with a sentence and exit code 2."""
-    from fastweights.training.runs.checkpoint import CheckpointError
-    from fastweights.training.runs.folder import RunError
-
-    known: tuple[type[Exception], ...] = (ValueError, TypeError, RunError, CheckpointError, *more)
-    try:
+def run_errors() -> Iterator[None]:
+    """End the command with a sentence and exit code 2 where the input is wrong or a run cannot be used."""
+    with input_errors((ValueError, TypeError, ImportError, RunError, CheckpointError)):
         yield
-    except known as error:
-        say(f"Error: {error}")
-        raise typer.Exit(2) from None
 
 
 @contextmanager
-def counting(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Progress in things of that name: a bar with the time left on a terminal, a line for each tenth elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def measuring(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show progress in things of that name: a bar with the time left on a terminal, a line for each tenth elsewhere.
 
+    Ctrl-C ends the command with exit code 130.
+    """
     console = Console(stderr=True)
-    if not console.is_terminal:
-        said = 0
-
-        def line(done: int, total: int) -> None:
-            nonlocal said
-            if 10 * done // total > said:
-                said = 10 * done // total
-                say(f"{done:,} of {total:,} {what}")
-
-        yield line
-        return
     columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TextColumn(what), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task("scoring", total=None)
+    bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task, tenths, patience = bars.add_task("scoring", total=None), 0, time.monotonic() + SILENCE
 
-        def bar(done: int, total: int) -> None:
-            bars.update(task, completed=done, total=total)
+    def show(done: int, total: int) -> None:
+        nonlocal tenths, patience
+        bars.update(task, completed=done, total=total)
+        if not console.is_terminal and (10 * done // total > tenths or time.monotonic() > patience):
+            tenths, patience = 10 * done // total, math.inf
+            say(f"{done:,} of {total:,} {what}")
 
-        yield bar
+    try:
+        with run_errors(), bars:
+            yield show
+    except KeyboardInterrupt:
+        say("Stopped: part of a split has no score to keep, so nothing was written.")
+        raise typer.Exit(130) from None

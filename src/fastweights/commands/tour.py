@@ -33,8 +33,8 @@ def overwrite(rule: str, beta: float, decay: float = 1.0, d: int = 16) -> tuple[
     return errors[0].item(), errors[1:].mean().item()
 
 
-def show() -> None:
-    """Print the table and what it says."""
+def tour() -> None:
+    """See the update rules side by side: which can overwrite one value and keep the others? Takes seconds."""
     console = Console()
     console.print(
         "A memory holds 16 values under 16 orthonormal keys. One is overwritten at full write strength (beta = 1, and "

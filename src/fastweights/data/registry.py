@@ -83,7 +83,10 @@ Found = dict[str, list[Source]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of corpus: how to find its files, how to build it from them, and where they can be had."""
+    """A kind of corpus: how to find its files, how to build it from them, and where they can be had.
+
+    `needs` are the packages beyond the core installation that it is built with.
+    """
 
     what: str
     obtain: str
@@ -93,6 +96,7 @@ class Kind:
     hub: Hub | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     needs_source: bool = True
+    needs: tuple[str, ...] = ()
 
 
 def _find_wikitext(request: Request, obtain: str) -> Found:
@@ -272,6 +276,7 @@ KINDS: dict[str, Kind] = {
         official=OfficialPairs("WMT14 en-de", (3_900_000, 4_600_000), (3_000, 3_000), (2_737, 3_003)),
         hub=Hub("wmt/wmt14", "de-en", write_wmt),
         options=_FILES | {"vocab": 32_000},
+        needs=("tokenizers",),
     ),
     "parallel": Kind(
         "aligned files of two languages, sentence pairs",
@@ -279,6 +284,7 @@ KINDS: dict[str, Kind] = {
         find_pairs,
         build_found,
         options=_FILES | _LANGUAGES | {"vocab": 32_000},
+        needs=("tokenizers",),
     ),
     "numbers": Kind(
         "English number words to German ones, sentence pairs; needs no files",
@@ -287,5 +293,6 @@ KINDS: dict[str, Kind] = {
         numbers.build,
         options={"pairs": 20_000, "held_out": 500, "highest": 999, "vocab": 400},
         needs_source=False,
+        needs=("num2words", "tokenizers"),
     ),
 }

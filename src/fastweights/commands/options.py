@@ -1,0 +1,152 @@
+"""What commands share: messages, errors, optional packages, and options with their meaning; without PyTorch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
+
+import typer
+
+from fastweights.common.tables import look_up
+from fastweights.training.engine.config import PRECISIONS as CONFIGURED
+
+if TYPE_CHECKING:
+    from fastweights.training.engine.config import Fields
+
+# Package -> the extra that installs it.
+EXTRAS = {
+    "datasets": "data",
+    "lightning": "train",
+    "matplotlib": "experiments",
+    "num2words": "mt",
+    "sacrebleu": "mt",
+    "tokenizers": "mt",
+}
+# What --precision takes, and the name it has in a configuration.
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", **{name: name for name in CONFIGURED}}
+LARGEST_SEED = 2**63 - 1
+
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and everything else on stderr.")]
+
+
+def say(message: str) -> None:
+    """Print on stderr, apart from what the command gives."""
+    typer.echo(message, err=True)
+
+
+def print_json(value: Any) -> None:
+    """Print on standard output as JSON."""
+    typer.echo(as_json(value), nl=False)
+
+
+def as_json(value: Any) -> str:
+    """Return the text of a JSON file."""
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+
+
+@contextmanager
+def input_errors(kinds: tuple[type[Exception], ...] = (ValueError, TypeError, ImportError)) -> Iterator[None]:
+    """End the command with a sentence and exit code 2 on errors of these kinds."""
+    try:
+        yield
+    except kinds as error:
+        say(f"Error: {error}")
+        raise typer.Exit(2) from None
+
+
+def require(*packages: str, otherwise: str = "") -> None:
+    """Raise an ImportError where packages are missing, with the extras that bring them and what would do without."""
+    missing = [package for package in dict.fromkeys(packages) if not _installed(package)]
+    if missing:
+        extras = ",".join(dict.fromkeys(EXTRAS[package] for package in missing))
+        remedy = f"pip install 'fastweights[{extras}]'" + (f", or {otherwise}" if otherwise else "")
+        raise ImportError(f"this needs {', '.join(missing)}: {remedy}")
+
+
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ValueError:
+        # It is in `sys.modules` without a specification, or None stands there because its import is forbidden.
+        return sys.modules.get(package) is not None
+
+
+def pick_device(name: str) -> str:
+    """Return the name of a device that is there, for one of --device."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+    return name
+
+
+def check_seed(seed: int, option: str = "--seed") -> None:
+    """Raise a ValueError for a seed that random generators do not take."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"{option} takes whole numbers from 0 to {LARGEST_SEED}, got {seed}")
+
+
+def read_settings(fields: Fields, entries: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that were given, and the values of FIELD=VALUE with the types of their fields."""
+    hints = fields.types()
+    chosen = {name: value for name, value in options.items() if value is not None}
+    for entry in entries:
+        name, equals, text = entry.partition("=")
+        if not equals:
+            raise ValueError(f"--set takes FIELD=VALUE, got {entry!r}")
+        fields.check(name)
+        if name in chosen:
+            raise ValueError(f"{name} is given twice: {chosen[name]!r} and {text!r}")
+        chosen[name] = _value(name, text, hints[name])
+    if "seed" in chosen:
+        check_seed(chosen["seed"])
+    if "precision" in chosen:
+        chosen["precision"] = look_up(PRECISIONS, chosen["precision"], "precision")
+    return chosen
+
+
+def _value(name: str, text: str, hint: Any) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    if fits(value, hint):
+        return value
+    # A number where a name is meant is that name.
+    if fits(text, hint):
+        return text
+    shown = getattr(hint, "__name__", str(hint)).replace("NoneType", "None")
+    raise ValueError(f'{name} takes {shown}, got {text!r}; write it as in JSON: 3, 0.5, true, null, [1,2], {{"nu":2}}')
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Return whether a value from JSON can stand for a field of that type."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, part) for part in inner)
+    if origin is tuple:
+        if not isinstance(value, list):
+            return False
+        expected = [inner[0]] * len(value) if Ellipsis in inner else list(inner)
+        return len(value) == len(expected) and all(map(fits, value, expected))
+    if origin is Mapping:
+        return isinstance(value, dict)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
