@@ -37,8 +37,7 @@ def table(document, header):
 
 def agrees(text, value):
     """Say whether `text` is `value`, rounded to the digits that `text` has."""
-    digits = len(text.partition(".")[2])
-    return round(value, digits) == float(text.replace(",", "")) if digits or value < 1000 else int(text) == round(value)
+    return round(value, len(text.partition(".")[2])) == float(text.replace(",", ""))
 
 
 def test_speed_of_the_delta_rule():
@@ -83,25 +82,15 @@ def test_speed_of_training():
         assert agrees(speed.removesuffix(" M"), expected[model]["words_per_s"] / 1e6), model
 
 
-def test_speed_of_translation():
-    lines = table("README.md", ["source tokens", "decoding, ms a token: linear"])
+@pytest.mark.parametrize("document", ["README.md", "docs/translation.md"])
+def test_speed_of_translation(document):
+    lines = table(document, ["source tokens", "decoding, ms a token: linear"])
     assert [line[0] for line in lines] == ["32", "512", "4,096"]
     for length, *cells in lines:
         for i, attention in enumerate(("linear", "softmax")):
             measured = row("mt-h200", attention=attention, source_length=int(length.replace(",", "")))
             assert agrees(cells[i], measured["step_ms"]), (length, attention)
             assert agrees(cells[2 + i], measured["train_tokens_per_s"] / 1e3), (length, attention)
-
-
-def kernel(name, dtype, way="fastweights", key="both_graph_ms"):
-    return row("kernels-h200", part="shape", name=name, dtype=dtype)["measured"][way][key]
-
-
-def perplexity(model, steps):
-    """Return the validation perplexity of a cell of `wikipedia-fast`."""
-    cells = [json.loads(path.read_text()) for path in (ROOT / "results/wikipedia-fast/cells").glob("*.json")]
-    (cell,) = [c for c in cells if c["config"]["model"] == model and c["config"]["steps"] == steps]
-    return cell["metrics"]["valid"]["ppl"]
 
 
 def agreement(model):
@@ -113,35 +102,81 @@ def agreement(model):
     return 100 * worst, 100 * abs(ways["fast"]["valid"]["ppl"] / ways["plain"]["valid"]["ppl"] - 1)
 
 
+def test_agreement_of_the_fast_way():
+    for (*_, delta, linear), i in zip(table("docs/training-speed.md", ["", "allowed"]), (0, 1), strict=True):
+        for text, model in ((delta, "delta"), (linear, "linear")):
+            assert agrees(text.removesuffix(" %"), agreement(model)[i]), (i, model)
+
+
+def kernel(name, dtype, way="fastweights", key="both_graph_ms"):
+    return row("kernels-h200", part="shape", name=name, dtype=dtype)["measured"][way][key]
+
+
+def cells(experiment):
+    """Return every trained model of an experiment, configuration and metrics."""
+    return [json.loads(path.read_text()) for path in sorted((ROOT / "results" / experiment / "cells").glob("*.json"))]
+
+
+def perplexity(model):
+    """Return the validation perplexity after five passes over Wikipedia."""
+    found = [cell for cell in cells("wikipedia-fast") if cell["config"]["steps"] == 21_000]
+    (cell,) = [cell for cell in found if cell["config"]["model"] == model]
+    return cell["metrics"]["valid"]["ppl"]
+
+
+def first_failure(model, limit):
+    """Return the smallest number of keys at which the best loss of a model of Figure 2 is above `limit`."""
+    runs = [cell for cell in cells("fig2") if cell["config"]["model"] == model]
+    return min(cell["config"]["size"] for cell in runs if cell["metrics"]["best_loss"] > limit)
+
+
 def test_numbers_in_sentences():
     small, medium = "paper small", "paper medium"
-    sentences = {
-        "README.md": [
-            f"the first two take {kernel(small, 'float32'):.3f} and {kernel(medium, 'float32'):.3f} ms",
-            f"recurrent kernel {kernel(small, 'float32', 'fla recurrent'):.3f}",
-            f"and {kernel(medium, 'float32', 'fla recurrent'):.3f})",
-            f"the first two take {kernel(small, 'bfloat16', key='both_eager_ms'):.2f}"
-            f" and {kernel(medium, 'bfloat16', key='both_eager_ms'):.2f} ms",
-            f"attention takes {kernel(small, 'bfloat16', 'sdpa', 'both_eager_ms'):.2f}"
-            f" and {kernel(medium, 'bfloat16', 'sdpa', 'both_eager_ms'):.2f}.",
-            "(validation perplexity {:.1f}, {:.1f} and {:.1f})".format(
-                *(perplexity(model, 21_000) for model in ("transformer", "delta", "linear"))
-            ),
-        ],
-        "docs/training-speed.md": [
-            "differed by {:.2f} % and by {:.1f} to {:.1f} %".format(
-                agreement("linear")[0], agreement("delta")[1], agreement("linear")[1]
-            )
-        ],
-    }
-    for document, expected in sentences.items():
-        text = " ".join((ROOT / document).read_text().split())
-        assert [sentence for sentence in expected if sentence not in text] == []
+    figures = [cell["config"] for name in ("fig2", "fig3", "fig4", "fig5") for cell in cells(name)]
+    failures = {model: first_failure(model, 0.01) for model in ("linear", "dpfp-1", "dpfp-2", "dpfp-3")}
+    sentences = [
+        f"the first two take {kernel(small, 'float32'):.3f} and {kernel(medium, 'float32'):.3f} ms",
+        f"recurrent kernel {kernel(small, 'float32', 'fla recurrent'):.3f}",
+        f"and {kernel(medium, 'float32', 'fla recurrent'):.3f})",
+        f"the first two take {kernel(small, 'bfloat16', key='both_eager_ms'):.2f}"
+        f" and {kernel(medium, 'bfloat16', key='both_eager_ms'):.2f} ms",
+        f"attention takes {kernel(small, 'bfloat16', 'sdpa', 'both_eager_ms'):.2f}"
+        f" and {kernel(medium, 'bfloat16', 'sdpa', 'both_eager_ms'):.2f}.",
+        f"(validation perplexity {perplexity('transformer'):.1f}, {perplexity('delta'):.1f}"
+        f" and {perplexity('linear'):.1f})",
+        f"all {len({json.dumps(config, sort_keys=True) for config in figures})} models",
+        f"linear attention starts to fail at S = {failures['linear']}",
+        f"DPFP-1, 2 and 3 at {failures['dpfp-1']}, {failures['dpfp-2']} and {failures['dpfp-3']}",
+        f"softmax stops short of full convergence from S = {first_failure('softmax', 0.001)} on",
+    ]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert [sentence for sentence in sentences if sentence not in text] == []
 
 
 def test_float32_kernels_are_as_exact_as_the_readme_says():
     checks = [r for r in rows("kernels-h200") if r["part"] == "check" and r["name"].startswith("float32")]
     assert max(error for check in checks for error in check["errors"].values()) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("entry", "experiments"),
+    [
+        ("2026-11-15-wikitext2", ["wikitext2"]),
+        ("2026-11-15-translation-table1", ["table1"]),
+        ("2026-11-15-wikipedia-first-seven", ["wikipedia-fast"]),
+        ("2026-11-15-wikipedia-all-models", ["wikipedia-fast", "wikipedia"]),
+        ("2026-11-16-five-passes", ["wikipedia-fast", "wikipedia"]),
+    ],
+)
+def test_scores_in_the_log(entry, experiments):
+    written = re.findall(
+        r"(\d[\d,]*(?:\.\d)?) / (\d[\d,]*(?:\.\d)?)", (ROOT / "docs" / "log" / f"{entry}.md").read_text()
+    )
+    metrics = [cell["metrics"] for experiment in experiments for cell in cells(experiment)]
+    scores = [[m[split].get("ppl", m[split].get("bleu")) for split in ("valid", "test")] for m in metrics]
+    assert written
+    for pair in written:
+        assert any(all(map(agrees, pair, score)) for score in scores), pair
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results" / "bench").iterdir()), ids=lambda path: path.name)
