@@ -13,15 +13,16 @@ state before each chunk, and computes the rest again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fastweights.ops import causality
 from fastweights.ops.autograd import differentiable, direct, like_inputs, plain, wants_gradients
-
-Optional3 = tuple[Tensor | None, Tensor | None, Tensor | None]
+from fastweights.ops.causality import Tokens
 
 
 class Layout:
@@ -37,6 +38,7 @@ class Layout:
         if cu_seqlens is None:
             steps = -(-self.time // chunk)
             self.active = [self.batch] * steps
+            self.chunk_starts = [(row, j * chunk) for j in range(steps) for row in range(self.batch)]
             return
         bounds = cu_seqlens.tolist()
         lengths = [end - start for start, end in pairwise(bounds)]
@@ -45,6 +47,7 @@ class Layout:
         self.active = [sum(count > j for count in counts) for j in range(counts[0] if counts else 0)]
         self.order = torch.tensor(order, device=tokens.device)
         firsts = [bounds[i] + j * chunk for j, n in enumerate(self.active) for i in order[:n]]
+        self.chunk_starts = [(0, first) for first in firsts]
         ends = [bounds[i + 1] for n in self.active for i in order[:n]]
         positions = torch.tensor(firsts, dtype=torch.long, device="cpu").unsqueeze(-1) + torch.arange(
             chunk, device="cpu"
@@ -164,11 +167,9 @@ def _diagonal_blocks(x: Tensor, width: int) -> Tensor:
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def _load(
-    q: Tensor, k: Tensor, v: Tensor, gates: Optional3, cu_seqlens: Tensor | None, chunk: int, dtype: torch.dtype
-) -> tuple[Layout, Chunks]:
+def _load(tokens: Tokens, cu_seqlens: Tensor | None, chunk: int, dtype: torch.dtype) -> tuple[Layout, Chunks]:
+    q, k, v, a, e, w = tokens
     layout = Layout(q, chunk, cu_seqlens)
-    a, e, w = gates
     return layout, Chunks(
         *(layout.split(x, dtype) for x in (q, k, v)),
         *(None if x is None else layout.split(x, dtype, fill) for x, fill in ((a, 1.0), (e, 0.0), (w, 0.0))),
@@ -200,9 +201,29 @@ def forward(
     keep: bool,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y in `dtype`, the final W, and with `keep` the state before each chunk for the backward pass."""
+    """Return y in `dtype`, the final W, and with `keep` the state before each chunk for the backward pass."""
+    starts = partial(_chunk_starts, q, cu_seqlens, chunk)
+    return causality.forward(_forward, starts, (q, k, v, a, e, w), W, cu_seqlens, dtype, keep, chunk)
+
+
+def _chunk_starts(q: Tensor, cu_seqlens: Tensor | None, chunk: int) -> list[tuple[int, int]]:
+    return Layout(q, chunk, cu_seqlens).chunk_starts
+
+
+def _finite(*results: Tensor) -> bool:
+    """Say whether all these sums of products are finite; while a CUDA graph is captured nobody can look."""
+    if results[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    return all(bool(x.sum().isfinite()) for x in results)
+
+
+def _forward(
+    tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool, chunk: int
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Compute what `forward` returns, and say whether y is finite."""
+    q = tokens[0]
     with torch.autocast(q.device.type, enabled=False):
-        layout, x = _load(q, k, v, (a, e, w), cu_seqlens, chunk, W.dtype)
+        layout, x = _load(tokens, cu_seqlens, chunk, W.dtype)
         W = layout.sort(W)
         count = _number_of_chunks(q.shape[1], q.shape[0], chunk, cu_seqlens)
         before = W.new_zeros((count, *W.shape[1:]))
@@ -213,7 +234,8 @@ def forward(
         start = before[: x.k.shape[0]]
         u = x.written if x.e is None else x.written - x.k_solved @ start
         y = x.faded(x.q @ start) + x.scores @ u
-        return layout.join(y, dtype), layout.unsort(W), before if keep else before.new_empty(0)
+        kept = before if keep else before.new_empty(0)
+        return layout.join(y, dtype), layout.unsort(W), kept, _finite(y)
 
 
 chunked = torch.library.custom_op("fastweights::chunked", forward, mutates_args=())
@@ -239,9 +261,18 @@ def backward(
     cu_seqlens: Tensor | None,
     chunk: int,
 ) -> list[Tensor]:
-    """Gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
+    """Return the gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
+    starts = partial(_chunk_starts, q, cu_seqlens, chunk)
+    return causality.backward(_backward, starts, dy, dW, (q, k, v, a, e, w), before, cu_seqlens, chunk)
+
+
+def _backward(
+    dy: Tensor, dW: Tensor | None, tokens: Tokens, before: Tensor, cu_seqlens: Tensor | None, chunk: int
+) -> tuple[list[Tensor], bool]:
+    """Compute what `backward` returns, and say whether the gradients of q and k are finite."""
+    q, k, v, a, e, w = tokens
     with torch.autocast(q.device.type, enabled=False):
-        layout, x = _load(q, k, v, (a, e, w), cu_seqlens, chunk, before.dtype)
+        layout, x = _load(tokens, cu_seqlens, chunk, before.dtype)
         dy = layout.split(dy, before.dtype)
         W = before[: x.k.shape[0]]
         u = x.written if x.e is None else x.written - x.k_solved @ W
@@ -295,7 +326,7 @@ def backward(
         for name, gate in (("a", a), ("e", e), ("w", w)):
             if gate is not None:
                 result.append(layout.join(grads[name], gate.dtype))
-        return [*result, layout.unsort(dW)]
+        return [*result, layout.unsort(dW)], _finite(dq, dk)
 
 
 def _decay_gradient(x: Chunks, dspan: Tensor) -> Tensor:

@@ -73,7 +73,8 @@ def run(problem: Problem, recurrence: Recurrence, most: int | None = None) -> tu
             # So is what is divided: a decay changes both alike, and its gradient is the little by which it does not.
             q, k, v = q_, k_, v.to(wide)
         # a_t z_{t-1} obeys the recurrence with each key one step late.
-        recalled, _ = recurrence(k_, _late(k_, packed), one, a, None, a, z[..., None], packed, wide)
+        late = _late(k_, packed, problem.starts)
+        recalled, _ = recurrence(k_, late, one, a, None, a, z[..., None], packed, wide)
         total, z = recurrence(q_, k_, one, a, None, None, z[..., None], packed, wide)
         z = z[..., 0]
         y, W = recurrence(q, k, v, a, safe_divide(e, recalled[..., 0]), w, W, packed, wide)
@@ -126,8 +127,10 @@ def _with_starts(problem: Problem, a: Tensor | None) -> Tensor | None:
     """The rule's decay, and 0 where a text starts: a memory that fades to nothing is empty, exactly."""
     if problem.starts is None:
         return a
-    kept = (~problem.starts).to(problem.state_dtype).unsqueeze(-1)
-    return kept.repeat(1, 1, problem.q.shape[2]) if a is None else a * kept
+    if a is None:
+        a = torch.ones(problem.q.shape[:3], dtype=problem.state_dtype, device=problem.q.device)
+    # Not a product: the gradient of a decay at which the memory was emptied is 0, whatever the memory held.
+    return a.masked_fill(problem.starts.unsqueeze(-1), 0)
 
 
 def coefficients_of(rule: Rule, gates: dict[str, Tensor], logits: bool, wide: torch.dtype) -> Optional3:
@@ -180,11 +183,11 @@ def parts(problem: Problem, most: int | None = None) -> list[Part]:
     return [*divisors, Part(dtype if a is None else wide, M, decay, True, w is not None, False)]
 
 
-def _late(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """k one step later, zero at the start of each sequence."""
+def _late(k: Tensor, cu_seqlens: Tensor | None, starts: Tensor | None) -> Tensor:
+    """k one step later, zero at the start of each sequence and of each text."""
     late = pad(k, (0, 0, 0, 0, 1, 0))[:, :-1]
-    if cu_seqlens is None:
-        return late
-    starts = torch.zeros(k.shape[1] + 1, dtype=torch.bool, device=k.device)
-    starts = starts.index_fill(0, cu_seqlens.long(), True)[:-1]
-    return late.masked_fill(starts[None, :, None, None], 0)
+    if cu_seqlens is not None:
+        bounds = torch.zeros(k.shape[1] + 1, dtype=torch.bool, device=k.device)
+        bounds = bounds.index_fill(0, cu_seqlens.long(), True)[None, :-1]
+        starts = bounds if starts is None else starts | bounds
+    return late if starts is None else late.masked_fill(starts[..., None, None], 0)

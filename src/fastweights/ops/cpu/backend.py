@@ -7,21 +7,24 @@ strides.
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastweights.ops import family
+from fastweights.ops import causality, family
 from fastweights.ops.autograd import differentiable, direct, like_inputs, plain, wants_gradients
 from fastweights.ops.backend import Backend
+from fastweights.ops.causality import Tokens
 from fastweights.ops.cpu.build import failure, library, unavailable
 from fastweights.ops.problem import Problem
 
 # The features of each tensor, by the last letter of its name and of its gradient's: none for the coefficients.
 SIZES = {"q": "D", "k": "D", "v": "M", "y": "M", "a": None, "e": None, "w": None}
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+NO_MEMORY, FINITE = 0, 1
 
 
 def chunk_length(D: int, M: int) -> int:
@@ -60,8 +63,11 @@ class Call(ctypes.Structure):
     )
 
 
-def _call(name: str, chunk: int, cu_seqlens: Tensor | None, views: dict[str, Tensor | None], **states: Any) -> None:
-    """Run `name` of the library. The tensors are alive until it returns, because the caller holds them."""
+def _call(name: str, chunk: int, cu_seqlens: Tensor | None, views: dict[str, Tensor | None], **states: Any) -> bool:
+    """Run `name` of the library, and say whether y, or the gradients of q and k, are finite.
+
+    The tensors are alive until it returns, because the caller holds them.
+    """
     q, v = views["q"], views["v"]
     assert q is not None and v is not None
     (B, T, H, D), M = q.shape, v.shape[-1]
@@ -87,8 +93,10 @@ def _call(name: str, chunk: int, cu_seqlens: Tensor | None, views: dict[str, Ten
         if x.shape[1:] != (H, D, M) or (key.startswith(("W", "dW")) and x.shape[0] != N) or x.dtype != wide:
             raise ValueError(f"{key} must be {wide} of shape {(N, H, D, M)}, got {x.dtype} {tuple(x.shape)}")
         setattr(call, key, x.data_ptr())
-    if not library()[name](ctypes.byref(call), int(wide == torch.float64)):
+    outcome = library()[name](ctypes.byref(call), int(wide == torch.float64))
+    if outcome == NO_MEMORY:
         raise MemoryError(f"no memory for chunks of {chunk} steps at D = {D}, M = {M}")
+    return bool(outcome == FINITE)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -100,6 +108,14 @@ def _number_of_chunks(q: Tensor, chunk: int, cu_seqlens: Tensor | None) -> int:
     if cu_seqlens is None:
         return q.shape[0] * -(-q.shape[1] // chunk)
     return q.shape[1] // chunk + cu_seqlens.numel() - 1
+
+
+def _chunk_starts(q: Tensor, cu_seqlens: Tensor | None, chunk: int) -> list[tuple[int, int]]:
+    """Return row and time of the first token of each chunk, in the order of `before`."""
+    B, T = q.shape[:2]
+    if cu_seqlens is None:
+        return [(row, t) for row in range(B) for t in range(0, T, chunk)]
+    return [(0, t) for start, end in pairwise(cu_seqlens.tolist()) for t in range(start, end, chunk)]
 
 
 def forward(
@@ -115,7 +131,16 @@ def forward(
     keep: bool,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y in `dtype`, the final W, and with `keep` the state before each chunk for the backward pass."""
+    """Return y in `dtype`, the final W, and with `keep` the state before each chunk for the backward pass."""
+    starts = partial(_chunk_starts, q, cu_seqlens, chunk)
+    return causality.forward(_forward, starts, (q, k, v, a, e, w), W, cu_seqlens, dtype, keep, chunk)
+
+
+def _forward(
+    tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool, chunk: int
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Compute what `forward` returns, and say whether y is finite."""
+    q, k, v, a, e, w = tokens
     q, k, v, W = _rows(q), _rows(k), _rows(v), W.contiguous()
     y, W_end = v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape)
     before = W.new_empty((_number_of_chunks(q, chunk, cu_seqlens) if keep else 0, *W.shape[1:]))
@@ -123,8 +148,8 @@ def forward(
         used = (cu_seqlens.diff() + chunk - 1).div(chunk, rounding_mode="floor").sum()
         before[int(used) :] = 0
     views = {"q": q, "k": k, "v": v, "a": a, "e": e, "w": w, "y": y}
-    _call("fastweights_forward", chunk, cu_seqlens, views, W=W, W_end=W_end, before=before)
-    return y, W_end, before
+    finite = _call("fastweights_forward", chunk, cu_seqlens, views, W=W, W_end=W_end, before=before)
+    return y, W_end, before, finite
 
 
 op = torch.library.custom_op("fastweights::cpu", forward, mutates_args=(), device_types="cpu")
@@ -149,7 +174,16 @@ def backward(
     cu_seqlens: Tensor | None,
     chunk: int,
 ) -> list[Tensor]:
-    """Gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
+    """Return the gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
+    starts = partial(_chunk_starts, q, cu_seqlens, chunk)
+    return causality.backward(_backward, starts, dy, dW, (q, k, v, a, e, w), before, cu_seqlens, chunk)
+
+
+def _backward(
+    dy: Tensor, dW: Tensor | None, tokens: Tokens, before: Tensor, cu_seqlens: Tensor | None, chunk: int
+) -> tuple[list[Tensor], bool]:
+    """Compute what `backward` returns, and say whether the gradients of q and k are finite."""
+    q, k, v, a, e, w = tokens
     dy, q, k, v, dW = _rows(dy), _rows(q), _rows(k), _rows(v), None if dW is None else dW.to(before.dtype).contiguous()
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     dW_start = before.new_empty((N, *before.shape[1:]))
@@ -160,8 +194,8 @@ def backward(
     grads = {f"d{name}": x.new_empty(x.shape) for name, x in named if x is not None}
     after = torch.empty_like(before) if few else None
     states = {"before": before, "dW_end": dW, "dW_start": dW_start, "after": after}
-    _call("fastweights_backward", chunk, cu_seqlens, {**views, **grads}, **states)
-    return [*grads.values(), dW_start]
+    finite = _call("fastweights_backward", chunk, cu_seqlens, {**views, **grads}, **states)
+    return [*grads.values(), dW_start], finite
 
 
 backward_op = torch.library.custom_op("fastweights::cpu_backward", backward, mutates_args=(), device_types="cpu")

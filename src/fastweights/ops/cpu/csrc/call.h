@@ -1,4 +1,4 @@
-// What cpu.py passes: tensors as addresses and strides, of any of four types.
+// What backend.py passes and gets back: tensors as addresses and strides, of any of four types.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct View {
   char* at(int64_t b, int64_t t, int64_t h) const { return data + (b * batch + t * time + h * head) * bytes; }
 };
 
-// Mirrored by `Call` in cpu.py. States are contiguous (·, H, D, M); `bounds` has N + 1 entries.
+// Mirrored by `Call` in backend.py. States are contiguous (·, H, D, M); `bounds` has N + 1 entries.
 struct Call {
   int64_t N, H, D, M, C;
   int64_t packed;
@@ -32,6 +32,9 @@ struct Call {
   void *W, *W_end, *before;
   void *dW_end, *dW_start, *after;
 };
+
+// Whether memory ran out, and whether every y, or every gradient of q and k, is finite; as in backend.py.
+enum Outcome : int { kNoMemory, kFinite, kNotFinite };
 
 // Calls `use` with a pointer of the type that x holds.
 template <class Use>

@@ -63,6 +63,9 @@ class Chunk {
 
   bool ready() const { return arena != nullptr; }
 
+  // Whether every y, or every gradient of q and k, was finite so far.
+  bool finite = true;
+
   void forward(const Job& job) {
     begin(job);
     load_state(call.W, job.sequence, W);
@@ -74,7 +77,10 @@ class Chunk {
       multiply<R>(n, M, D, {q, Dp, 1}, W, Mp, y, Mp, Into::set);
       if (decay) scale_rows(y, fade);
       multiply<R>(n, M, n, {scores, Cp, 1}, u, Mp, y, Mp, Into::add, Part::lower);
-      for (int64_t t = 0; t < n; ++t) store_row(call.y, job.batch, time + t, job.head, job.column, M, y + t * Mp);
+      for (int64_t t = 0; t < n; ++t) {
+        store_row(call.y, job.batch, time + t, job.head, job.column, M, y + t * Mp);
+        finite &= all_finite(M, y + t * Mp);
+      }
       // u is not needed any more, and what a step wrote has faded by Γ[C, t] when the chunk ends.
       if (decay) scale_rows(u, reach + (n - 1) * Cp);
       fade_state(W);
@@ -289,6 +295,7 @@ class Chunk {
     for (int64_t t = 0; t < n; ++t) {
       store_row(call.dq, b, time + t, h, 0, D, dq + t * Dp);
       store_row(call.dk, b, time + t, h, 0, D, dk + t * Dp);
+      finite &= all_finite(D, dq + t * Dp) && all_finite(D, dk + t * Dp);
       if (write) {
         dgate[t] = dot(M, du + t * Mp, v + t * Mp);
         scale(M, w[t], du + t * Mp, scratch);
@@ -333,28 +340,30 @@ class Chunk {
   static constexpr int64_t kBlock = 4;
 };
 
-// Calls work(chunk, i) for all i < count, on as many threads as PyTorch uses; false where memory ran out.
+// Calls work(chunk, i) for all i < count, on as many threads as PyTorch uses.
 template <class R, class Work>
-bool share_out(const Call& call, bool backward, int64_t threads, int64_t count, const Work& work) {
+Outcome share_out(const Call& call, bool backward, int64_t threads, int64_t count, const Work& work) {
   struct Shared {
     const Call& call;
     const Work& work;
     const bool backward;
     const int64_t count;
     std::atomic<int64_t> next{0};
-    std::atomic<bool> failed{false};
+    std::atomic<bool> failed{false}, finite{true};
   } shared{call, work, backward, count};
   const auto worker = [](int64_t, int64_t, void* context) {
     Shared& shared = *static_cast<Shared*>(context);
     Chunk<R> chunk(shared.call, shared.backward);
     if (!chunk.ready()) shared.failed = true;
     for (int64_t i; !shared.failed && (i = shared.next++) < shared.count;) shared.work(chunk, i);
+    if (!chunk.finite) shared.finite = false;
   };
-  return torch_parallel_for(0, std::min(threads, count), 1, worker, &shared) == 0 && !shared.failed;
+  if (torch_parallel_for(0, std::min(threads, count), 1, worker, &shared) != 0 || shared.failed) return kNoMemory;
+  return shared.finite ? kFinite : kNotFinite;
 }
 
 template <class R>
-bool run(const Call& call, bool backward) {
+Outcome run(const Call& call, bool backward) {
   uint32_t available = 1;
   torch_get_num_threads(&available);
   const int64_t heads = call.N * call.H, threads = available, lanes = Simd<R>::lanes;
@@ -380,9 +389,10 @@ bool run(const Call& call, bool backward) {
     return share_out<R>(call, true, threads, heads,
                         [&](Chunk<R>& chunk, int64_t i) { chunk.backward(job(i, 0, call.M), true); });
   }
-  const bool walked = share_out<R>(call, true, threads, heads * pieces,
-                                   [&](Chunk<R>& chunk, int64_t i) { chunk.backward(piece(i), false); });
-  return walked && share_out<R>(call, true, threads, first[call.N] * call.H, [&](Chunk<R>& chunk, int64_t i) {
+  const Outcome walked = share_out<R>(call, true, threads, heads * pieces,
+                                      [&](Chunk<R>& chunk, int64_t i) { chunk.backward(piece(i), false); });
+  if (walked == kNoMemory) return walked;
+  return share_out<R>(call, true, threads, first[call.N] * call.H, [&](Chunk<R>& chunk, int64_t i) {
     const int64_t c = i / call.H;
     const int64_t sequence = std::upper_bound(first.get(), first.get() + call.N, c) - first.get() - 1;
     chunk.backward_alone(job(sequence * call.H + i % call.H, 0, call.M), c - first[sequence]);
@@ -391,7 +401,7 @@ bool run(const Call& call, bool backward) {
 
 }  // namespace
 
-// 1 where all went well, 0 where memory ran out.
+// Both return an Outcome.
 extern "C" int fastweights_forward(const Call* call, int wide) {
   return wide ? run<double>(*call, false) : run<float>(*call, false);
 }

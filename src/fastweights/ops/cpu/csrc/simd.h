@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <utility>
 
 #if defined(__AVX512F__)
@@ -170,6 +171,17 @@ R dot(int64_t size, const R* x, const R* y) {
   R sum = 0;
   for (int i = 0; i < L; ++i) sum += sums[i];
   return sum;
+}
+
+template <class R>
+bool all_finite(int64_t size, const R* x) {
+  constexpr int L = Simd<R>::lanes;
+  constexpr R most = std::numeric_limits<R>::max();
+  auto outside = vector(x) != vector(x);  // NaN, lane by lane
+  for (int64_t i = 0; i < size; i += L) outside |= ~((vector(x + i) <= most) & (vector(x + i) >= -most));
+  bool any = false;
+  for (int i = 0; i < L; ++i) any |= outside[i] != 0;
+  return !any;
 }
 
 // y = factor * x.
