@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -294,14 +295,50 @@ def test_asking_whether_it_can_run_builds_nothing(compiler):
     assert compiler() == 0
 
 
-def test_a_build_that_fails_is_said_once_and_refused(tmp_path, monkeypatch, forgotten):
+@pytest.fixture
+def broken_compiler(tmp_path, monkeypatch, forgotten):
+    """A compiler that fails, in words that are not UTF-8, after half a second; returns the folder of the cache."""
     script = tmp_path / "compiler"
-    script.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit 0\necho no such flag >&2; exit 1\n')
+    no = r"printf 'no such flag \377\n'"
+    script.write_text(f'#!/bin/sh\n{no}; [ "$1" = --version ] && exit 0\nsleep 0.5; {no} >&2; exit 1\n')
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "fastweights" / "cpu"
+
+
+def test_a_build_that_fails_is_said_once_and_refused(broken_compiler):
     with pytest.warns(UserWarning, match="no such flag") as warned:
         reason = cpu.BACKEND.refuses(problem())
     assert len(warned) == 1
     assert "could not be built" in reason
     assert cpu.BACKEND.refuses(problem()) == reason
+
+
+@pytest.mark.parametrize(("patience", "lines"), [(0.1, 1), (60.0, 0)])
+def test_a_build_that_takes_long_says_so_once(broken_compiler, patience, lines, monkeypatch, capsys):
+    monkeypatch.setattr(build, "PATIENCE_S", patience)
+    with pytest.warns(UserWarning, match="could not be built"):
+        build.failure()
+    assert capsys.readouterr().err.count("building the C++ backend") == lines
+
+
+def test_what_killed_builds_left_is_removed_after_a_day(broken_compiler):
+    left = [broken_compiler / name for name in (".yesterday.tmp", ".today.tmp")]
+    for folder in left:
+        folder.mkdir(parents=True)
+    two_days_ago = time.time() - 2 * 24 * 60 * 60
+    os.utime(left[0], (two_days_ago, two_days_ago))
+    with pytest.warns(UserWarning, match="could not be built"):
+        build.failure()
+    assert [folder.exists() for folder in left] == [False, True]
+
+
+def test_a_locale_without_utf8():
+    """The sources are UTF-8, whatever the locale, and the library is the same."""
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    code = "from fastweights.ops.cpu import build; print(build.library()._name)"
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, env=ascii_only, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == build.library()._name

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
+from fastweights.common.files import remove_stale_temporaries
 
 SOURCES = Path(__file__).parent / "csrc"
 # As fast as -ffast-math here, without its assumption that nothing is ever NaN or infinite.
@@ -30,30 +33,48 @@ FLAGS = (
 )
 
 
+# A build that takes longer says so.
+PATIENCE_S = 2.0
+
+
 def _compiler() -> str | None:
-    """The C++ compiler: $CXX, or the first of the usual names."""
+    """Return the C++ compiler: $CXX, or the first of the usual names."""
     return next(filter(None, map(shutil.which, [os.environ.get("CXX", ""), "g++", "clang++", "c++"])), None)
 
 
-def _cpu() -> str:
-    """What -march=native looks at."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+def _cpu() -> bytes:
+    """Return what -march=native looks at."""
+    lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    return b"\n".join(sorted({line for line in lines if line.startswith((b"model name", b"flags", b"Features"))}))
 
 
 def _path(compiler: str) -> Path:
-    """Where the library for this machine, compiler and PyTorch is kept."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    sources = [path.read_text() for path in sorted(SOURCES.iterdir())]
-    content = [*sources, *FLAGS, compiler, version, platform.machine(), _cpu(), torch.__version__]
-    name = hashlib.sha256("\n".join(content).encode()).hexdigest()[:24]
+    """Return where the library for this machine, compiler and PyTorch is kept."""
+    # Bytes all along: neither the locale nor the compiler has to know UTF-8.
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    sources = [path.read_bytes() for path in sorted(SOURCES.iterdir())]
+    names = [os.fsencode(x) for x in (*FLAGS, compiler, platform.machine(), torch.__version__)]
+    name = hashlib.sha256(b"\n".join([*sources, *names, version, _cpu()])).hexdigest()[:24]
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return home / "fastweights" / "cpu" / f"{name}.so"
 
 
 @contextmanager
+def _announced() -> Iterator[None]:
+    """Say what takes so long, once, on standard error; nothing where it is quick."""
+    note = "fastweights: building the C++ backend for this machine, which is needed once and may take a minute\n"
+    timer = threading.Timer(PATIENCE_S, lambda: sys.stderr.write(note))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone among all processes."""
+    """Hold the lock that one process at a time can have."""
     import fcntl  # not on every system, but wherever there is something to build
 
     with path.open("w") as file:
@@ -70,15 +91,16 @@ def _intact(path: Path) -> bool:
 
 
 def _build(compiler: str, path: Path) -> None:
-    """Compile to `path`, which is either not there or whole, whenever the process stops."""
+    """Compile to `path`, which is either not there or complete, whenever the process stops."""
     torch_home = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    remove_stale_temporaries(path.parent)
+    with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=path.parent) as folder:
         built = Path(folder) / path.name
         command = [compiler, *FLAGS, f"-I{torch_home / 'include'}", str(SOURCES / "memory.cpp"), "-o", str(built)]
         command += [f"-L{torch_home / 'lib'}", "-ltorch_cpu"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, env={**os.environ, "TMPDIR": folder})
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
         content = built.read_bytes()
         built.write_bytes(content + hashlib.sha256(content).digest())
         built.replace(path)
@@ -86,7 +108,7 @@ def _build(compiler: str, path: Path) -> None:
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library; built where no process on this machine has done so."""
+    """Return the library; build it where no process on this machine has done so."""
     compiler = _compiler()
     if compiler is None:
         raise RuntimeError("there is no C++ compiler")
@@ -95,20 +117,20 @@ def library() -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
+        with _announced(), _locked(path.with_suffix(".lock")):
             if not _intact(path):
                 _build(compiler, path)
             return ctypes.CDLL(str(path))
     except OSError:
         # Nowhere to keep it, or to run it from: for this process only.
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, _announced():
             _build(compiler, Path(folder) / path.name)
             return ctypes.CDLL(str(Path(folder) / path.name))
 
 
 @cache
 def _failure() -> str | None:
-    """Why there is no library. Says it aloud once: with a compiler at hand, nobody expects the slower way."""
+    """Return why there is no library, and warn once: with a compiler at hand, nobody expects the slower way."""
     try:
         library()
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
@@ -128,12 +150,12 @@ def _unavailable() -> str | None:
 
 
 def unavailable() -> str | None:
-    """Why it cannot run on this machine, as far as one can tell without building it."""
+    """Return why it cannot run on this machine, as far as one can tell without building it."""
     return _unavailable()
 
 
 def failure() -> str | None:
-    """Why it could not be built; builds it where nobody did."""
+    """Return why it could not be built; build it where nobody did."""
     return _failure()
 
 
