@@ -1,12 +1,14 @@
 """The figures: their cells, and their claims on made-up results that fulfil and that violate them."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from fastweights.experiments import EXPERIMENTS
 from fastweights.experiments.engine.experiment import SCALES, Results, Selection
 from fastweights.experiments.engine.retrieval import beats, d_dot
+from fastweights.experiments.engine.store import Store
 from fastweights.experiments.paper.fig1_dpfp import measure
 from tests.experiments.fakes import record, results
 
@@ -30,6 +32,12 @@ def test_the_paper_scale_is_the_papers():
     assert EXPERIMENTS["fig2"].scales["paper"].sizes[::29] == (20, 600)
     assert EXPERIMENTS["fig5"].scales["paper"].sizes[::9] == (20, 200)
     assert (EXPERIMENTS["fig3"].scales["paper"].sizes, EXPERIMENTS["fig4"].scales["paper"].sizes) == ((20,), (600,))
+
+
+@pytest.mark.parametrize("name", RETRIEVAL)
+def test_stored_cells_are_still_known(name):
+    records = Store(Path(__file__).parents[2] / "results").known(name).values()
+    assert records and all(EXPERIMENTS[name].own(record) for record in records)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=list(EXPERIMENTS))

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from fastweights.models.retrieval import MODELS
+from fastweights.models.retrieval import MODELS, RetrievalModel
 from fastweights.training.tasks import retrieval_cuda
 from fastweights.training.tasks.retrieval import train
 from fastweights.training.tasks.retrieval_cell import Cell, RetrievalConfig, RetrievalResult, train_cell
@@ -172,6 +172,18 @@ def test_delta_rule_replaces_what_the_sum_rule_keeps():
     assert losses["dpfp-1-sum"] > 0.05
 
 
+@pytest.mark.parametrize(
+    ("setting", "name"), [(1, "softmax"), (1, "dpfp-2"), (1, "favor-64"), (2, "linear-delta"), (2, "schlag2021-dpfp")]
+)
+def test_the_plain_model_learns_what_the_short_cuts_do(setting, name):
+    curves = [
+        train_cell(config(name, setting, 7, max_steps=40, eval_every=20, exact_shortcuts=exact)).curve
+        for exact in (True, False)
+    ]
+    assert [loss for _, loss in curves[0]] == pytest.approx([loss for _, loss in curves[1]], rel=1e-3)
+    assert type(Cell(config(exact_shortcuts=False)).model) is RetrievalModel
+
+
 class FakeCell:
     """Stands in for a cell on a GPU: its losses are given, and it is ready at every second look."""
 
@@ -254,6 +266,7 @@ def test_what_cannot_be_recorded():
     assert not retrieval_cuda._recordable(config("favor-64", orthogonal=True))
     assert retrieval_cuda._recordable(config("dpfp-1", orthogonal=True))
     assert not retrieval_cuda._recordable(config("schlag2021", 2, 300))
+    assert not retrieval_cuda._recordable(config("dpfp-1", exact_shortcuts=False))
 
 
 @pytest.mark.gpu

@@ -59,10 +59,7 @@ def measure(setting: int, name: str, size: int, repeats: int) -> list[dict[str, 
         seconds = []
         for batch in training_batches(setting, size, repeats + 1, config.training_batch, generator):
             start = time.perf_counter()
-            loss = half_squared_error(read(cell.model, *batch[:3]), batch.targets)
-            for parameter, gradient in zip(cell.parameters, torch.autograd.grad(loss, cell.parameters), strict=True):
-                parameter.grad = gradient
-            cell.optimizer.step()
+            cell.update(half_squared_error(read(cell.model, *batch[:3]), batch.targets))
             seconds.append(time.perf_counter() - start)
         rows.append(
             {"setting": setting, "model": name, "size": size, "form": form, "step_s": statistics.median(seconds[1:])}

@@ -65,11 +65,15 @@ SETTING_2 = {
 
 
 def configure(setting: int, scales: Mapping[str, Scale]) -> Callable[[str, str, int, int], Mapping[str, Any]]:
-    """The function from scale, model, size and seed to the whole configuration, defaults of the training included."""
+    """Return the function from scale, model, size and seed to the whole configuration, training defaults included."""
 
     def config(scale: str, model: str, size: int, seed: int) -> Mapping[str, Any]:
         whole = RetrievalConfig(setting=setting, model=model, size=size, seed=seed, **scales[scale].options)
-        return {"scale": scale, "rule": whole.entry.rule, **storable(asdict(whole))}
+        entries = {"scale": scale, "rule": whole.entry.rule, **storable(asdict(whole))}
+        # Named only where it is off: cells that were trained before there was the choice keep their names.
+        if whole.exact_shortcuts:
+            del entries["exact_shortcuts"]
+        return entries
 
     return config
 
@@ -94,7 +98,7 @@ def run(cells: Sequence[Cell], setup: Setup) -> Outcomes:
 
 
 def d_dot(config: Mapping[str, Any]) -> int | None:
-    """Size of phi(k), which is the number of associations the memory can hold; None for softmax, which has no limit."""
+    """Return the size of phi(k), the number of associations the memory can hold; None for softmax, without a limit."""
     d_key: int = config["d_key"]
     match config["model"].split("-"):
         case ["linear", *_]:
@@ -115,7 +119,7 @@ def not_run(text: str, paper: str) -> Claim:
 
 
 def beats(results: Results, model: str, others: Sequence[str], text: str, paper: str) -> Claim:
-    """`model` has the lowest loss at every size; undecided while sizes are missing and none was lost.
+    """Judge that `model` has the lowest loss at every size; undecided while sizes are missing and none was lost.
 
     Runs stop at the target, so two losses below it are equal. NaN loses against any number.
     """

@@ -159,10 +159,15 @@ class Cell:
         """Take one step of Adam on a mini-batch, and return the loss before it."""
         self.model.phi.redraw(self.generator)
         loss = self.model.loss(*batch)
-        for parameter, gradient in zip(self.parameters, torch.autograd.grad(loss, self.parameters), strict=True):
-            parameter.grad = gradient
-        self.optimizer.step()
+        self.update(loss)
         return loss.detach()
+
+    def update(self, loss: Tensor) -> None:
+        """Take a step of Adam down the gradient of `loss`."""
+        for parameter, gradient in zip(self.parameters, torch.autograd.grad(loss, self.parameters), strict=True):
+            # The fused Adam reads a gradient in the order of memory, as if it had the parameter's strides.
+            parameter.grad = gradient.contiguous()
+        self.optimizer.step()
 
     def steps(self, count: int) -> None:
         """Take `count` steps on fresh data."""
