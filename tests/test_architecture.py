@@ -45,8 +45,6 @@ GRAPH = {
 # Being removed; nothing may be added.
 KNOWN_CYCLES = [
     {f"fastweights.training.tasks.retrieval{part}" for part in ("", "_cuda", "_workers")},
-    {"fastweights.data.pairs.batches", "fastweights.data.pairs.corpus"},
-    {"fastweights.data.pairs.build", "fastweights.data.pairs.numbers", "fastweights.data.registry"},
     {"fastweights.report.build", "fastweights.report.html"},
 ]
 KNOWN_FULL_FOLDERS: dict[str, int] = {}

@@ -18,7 +18,7 @@ from fastweights.commands.data import data
 from fastweights.data.manifest import DataError, sets
 from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.prepare import prepare
-from fastweights.data.registry import KINDS
+from fastweights.data.registry import CORPORA
 from fastweights.data.text.corpus import Corpus
 from tests.data.corpora import REAL, write_wikitext
 from tests.data.pair_files import sentences, write_parallel, write_set
@@ -182,9 +182,9 @@ def test_fetched_from_the_hub(tmp_path, monkeypatch):
 def test_the_published_counts_give_the_name(files, tmp_path, monkeypatch):
     from dataclasses import replace
 
-    row = KINDS["wmt14"]
+    row = CORPORA["wmt14"]
     monkeypatch.setitem(
-        KINDS, "wmt14", replace(row, official=row.official._replace(train=(50, 60), valid=(9, 9), test=(9, 9)))
+        CORPORA, "wmt14", replace(row, official=row.official._replace(train=(50, 60), valid=(9, 9), test=(9, 9)))
     )
     manifest, _ = prepare("wmt14", files[1], tmp_path / "out", vocab=300)
     assert manifest["official"] is True and manifest["name"] == "WMT14 en-de"

@@ -10,7 +10,7 @@ import pytest
 from fastweights.data import sources
 from fastweights.data.manifest import sets
 from fastweights.data.prepare import prepare
-from fastweights.data.registry import KINDS
+from fastweights.data.registry import CORPORA
 from fastweights.data.text.corpus import Corpus
 from tests.data.corpora import SPLITS, naive, write_wikitext, zipped
 
@@ -208,9 +208,9 @@ def test_the_published_counts_are_asked_for(wikitext, tmp_path, monkeypatch):
 
     texts, folder = wikitext
     words, expected = naive(texts)
-    row = KINDS["wikitext103"]
+    row = CORPORA["wikitext103"]
     facts = row.official._replace(words=len(words), **{split: len(expected[split]) for split in SPLITS})
-    monkeypatch.setitem(KINDS, "wikitext103", replace(row, official=facts))
+    monkeypatch.setitem(CORPORA, "wikitext103", replace(row, official=facts))
     manifest, _ = prepare("wikitext103", folder, tmp_path / "out")
     assert manifest["official"] is True and manifest["name"] == "WikiText-103"
 
@@ -219,13 +219,13 @@ def test_a_file_as_long_as_enwik8_is_not_enwik8(tmp_path, monkeypatch):
     from dataclasses import replace
 
     (tmp_path / "enwik8").write_bytes(b"a" * 100)
-    row = KINDS["enwik8"]
+    row = CORPORA["enwik8"]
     sizes = row.official._replace(train=90, valid=5, test=5)
-    monkeypatch.setitem(KINDS, "enwik8", replace(row, official=sizes))
+    monkeypatch.setitem(CORPORA, "enwik8", replace(row, official=sizes))
     with pytest.raises(ValueError, match=r"not all of it: SHA-256 28165978.*, not 2b49720e"):
         prepare("enwik8", tmp_path, tmp_path / "out")
     real = sizes._replace(content=hashlib.sha256(b"a" * 100).hexdigest())
-    monkeypatch.setitem(KINDS, "enwik8", replace(row, official=real))
+    monkeypatch.setitem(CORPORA, "enwik8", replace(row, official=real))
     assert prepare("enwik8", tmp_path, tmp_path / "out").manifest["official"] is True
 
 

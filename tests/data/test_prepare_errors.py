@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 
 import pytest
 import typer
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from fastweights.commands.data import data
 from fastweights.data.manifest import DataError
 from fastweights.data.prepare import prepare
+from fastweights.data.registry import CORPORA
 from fastweights.data.text.corpus import Corpus
 from tests.data.corpora import write_wikitext, zipped
 
@@ -196,6 +198,14 @@ def test_the_command(files, tmp_path):
     assert refused.exit_code == 2 and "Error: this is not WikiText-2" in refused.stderr
     assert run().exit_code == 2 and "name a corpus" in run().stderr
     assert "http://mattmahoney.net" in run("--list").stdout
+
+
+def test_a_corpus_is_one_row_of_the_table(files, tmp_path, monkeypatch):
+    row = replace(CORPORA["wikitext2"], what="a corpus of mine", obtain="ask me for it")
+    monkeypatch.setitem(CORPORA, "mine", row)
+    assert "mine         a corpus of mine\n             ask me for it" in run("--list").stdout
+    done = run("mine", "--source", files, "--out", tmp_path / "out", "--allow-other")
+    assert done.exit_code == 0 and "in the format of mine but not that corpus" in done.stdout
 
 
 def test_ctrl_c(files, tmp_path, monkeypatch):

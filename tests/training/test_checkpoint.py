@@ -16,7 +16,7 @@ from torch import nn
 
 from fastweights.common.tree import map_tensors, pack, unpack
 from fastweights.ops.state import FastWeightState
-from fastweights.training.engine.task import Outcome
+from fastweights.training.engine.task import LossOutcome
 from fastweights.training.runs import checkpoint as checkpoints
 from fastweights.training.runs.checkpoint import (
     CheckpointError,
@@ -318,12 +318,12 @@ def test_weights_for_use(tmp_path):
 
 def test_carried_values_survive_packing():
     state = FastWeightState(W=torch.randn(2, 3, requires_grad=True))
-    value = {"a": [state, None], "b": (1, 2.5, "c"), "d": Outcome(torch.ones(()), {"tokens": 3})}
+    value = {"a": [state, None], "b": (1, 2.5, "c"), "d": LossOutcome(torch.ones(()), {"tokens": 3})}
     packed = pack(value)
     found = unpack(packed, CPU)
     assert isinstance(found["a"][0], FastWeightState) and torch.equal(found["a"][0].W, state.W)
     assert not found["a"][0].W.requires_grad and found["a"][0].z is None
-    assert found["b"] == (1, 2.5, "c") and isinstance(found["d"], Outcome)
+    assert found["b"] == (1, 2.5, "c") and isinstance(found["d"], LossOutcome)
     assert map_tensors(lambda t: t + 1, value)["d"].loss == 2
     with pytest.raises(TypeError, match="cannot save a object"):
         pack({"x": object()})

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastweights.training.engine.diagnosis import Diverged
-from fastweights.training.engine.task import Outcome, Score
+from fastweights.training.engine.task import LossOutcome, Score
 from fastweights.training.runs.checkpoint import CheckpointError, load_weights
 from fastweights.training.runs.folder import RunError
 from fastweights.training.runs.log import read_log
@@ -233,7 +233,7 @@ def test_accumulation_is_one_large_batch(tmp_path):
             for part in batch:
                 loss, metrics, _ = super().loss(model, part, None)
                 sums, tokens = sums + loss * metrics["tokens"], tokens + metrics["tokens"]
-            return Outcome(sums / tokens, {"tokens": tokens})
+            return LossOutcome(sums / tokens, {"tokens": tokens})
 
     options = {"dropout": 0.0, "carried": False, "ragged": True}
     run(tmp_path / "parts", TinyTask(**options), accumulate=2, precision="64-true")

@@ -11,7 +11,7 @@ from torch import nn
 from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.training.engine.config import TrainingConfig
 from fastweights.training.engine.loop import train
-from fastweights.training.engine.task import Outcome, Task
+from fastweights.training.engine.task import LossOutcome, Task
 from fastweights.training.runs.log import read_log
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 11, 8, 4, 6
@@ -76,7 +76,9 @@ class TinyTask(Task):
         loss = nll.mean()
         if batch.poisoned:
             loss = loss * float("nan")
-        return Outcome(loss, {"tokens": nll.numel(), "largest": nll.detach().max()}, states if self.carried else None)
+        return LossOutcome(
+            loss, {"tokens": nll.numel(), "largest": nll.detach().max()}, states if self.carried else None
+        )
 
     def validate(self, model):
         nll, _ = model.nll(self.stream[:, :-1], self.stream[:, 1:], None)

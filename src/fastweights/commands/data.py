@@ -17,13 +17,13 @@ from fastweights.commands.options import input_errors, require, say
 from fastweights.common.tables import look_up
 from fastweights.data.manifest import Report
 from fastweights.data.prepare import prepare
-from fastweights.data.registry import KINDS
+from fastweights.data.registry import CORPORA
 
 
 def data(
     kind: Annotated[
         str | None,
-        typer.Argument(metavar="KIND", help=f"One of {', '.join(KINDS)}; --list describes them."),
+        typer.Argument(metavar="KIND", help=f"One of {', '.join(CORPORA)}; --list describes them."),
     ] = None,
     source: Annotated[
         Path | None, typer.Option(help="The corpus' files: a folder, a file or a zip archive.", show_default=False)
@@ -63,17 +63,17 @@ def data(
     list_: Annotated[bool, typer.Option("--list", help="Show the kinds of corpus and where each can be had.")] = False,
 ) -> None:
     """Prepare a corpus for training: build its vocabulary, write its tokens, and record counts and checksums."""
-    options = {name: value for name, value in locals().items() if any(name in row.options for row in KINDS.values())}
+    options = {name: value for name, value in locals().items() if any(name in row.options for row in CORPORA.values())}
     if list_:
-        for name, row in KINDS.items():
+        for name, row in CORPORA.items():
             typer.echo(f"{name:<12} {row.what}\n{'':<13}{row.obtain}")
         return
     start = time.monotonic()
     try:
         with input_errors((ValueError, ImportError)), _display() as report:
             if kind is None:
-                raise ValueError(f"name a corpus: {', '.join(KINDS)}; --list says more")
-            row, out = look_up(KINDS, kind, "corpus"), out or Path("data") / kind
+                raise ValueError(f"name a corpus: {', '.join(CORPORA)}; --list says more")
+            row, out = look_up(CORPORA, kind, "corpus"), out or Path("data") / kind
             require(*row.needs)
             if source is None and row.hub is not None and (force or not (out / "manifest.json").exists()):
                 require("datasets", otherwise=row.obtain)
@@ -89,7 +89,7 @@ def data(
 
 
 def _summary(manifest: dict[str, Any]) -> None:
-    published = KINDS[manifest["kind"]].official is not None
+    published = CORPORA[manifest["kind"]].official is not None
     other = (
         f", in the format of {manifest['kind']} but not that corpus" if published and not manifest["official"] else ""
     )

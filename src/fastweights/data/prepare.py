@@ -1,4 +1,4 @@
-"""From the files of a corpus to a folder that `Corpus.load` reads; the kinds of corpus are in `kinds`."""
+"""From the files of a corpus to a folder that `Corpus.load` reads; the corpora are in `registry`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from fastweights.data.manifest import (
 )
 from fastweights.data.pairs import bpe
 from fastweights.data.pairs.files import language_of
-from fastweights.data.registry import KINDS, PUBLISHED_SETS, Found, Kind, Request
-from fastweights.data.sources import Source, fetch
+from fastweights.data.registry import CORPORA, PUBLISHED_SETS, CorpusKind
+from fastweights.data.sources import CorpusRequest, Found, Source, fetch
 
 _LEAST = {"min_count": 1, "max_words": 2, "vocab": bpe.LEAST, "pairs": 1, "held_out": 1, "highest": 999}
 
@@ -53,7 +53,7 @@ def prepare(
     """Write the corpus of that kind into the folder `out`, or find it finished there.
 
     Args:
-        kind: a name from KINDS.
+        kind: a name from CORPORA.
         source: folder, file or zip archive, as the kind has it; None to fetch what can be fetched.
         allow_other: take files in the format of a published corpus whose counts are not its own. The manifest then
             has their name and `"official": false`.
@@ -61,10 +61,10 @@ def prepare(
         report: told of each stage with the fraction that is done.
         options: `valid`, `test`, `min_count`, `max_words`, `vocab` and others where the kind takes them.
     """
-    row, out = look_up(KINDS, kind, "corpus"), Path(out)
+    row, out = look_up(CORPORA, kind, "corpus"), Path(out)
     given = {name: value for name, value in options.items() if value is not None}
     for name in given.keys() - row.options.keys():
-        takers = ", ".join(other for other, entry in KINDS.items() if name in entry.options) or "none"
+        takers = ", ".join(other for other, entry in CORPORA.items() if name in entry.options) or "none"
         raise DataError(f"corpus {kind!r} has no --{name.replace('_', '-')}; those that have it: {takers}")
     if source is None and row.needs_source and row.hub is None:
         raise DataError(f"corpus {kind!r} needs a --source: {row.obtain}")
@@ -73,7 +73,8 @@ def prepare(
     for name, least in _LEAST.items():
         if given.get(name, least) < least:
             raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {given[name]}")
-    request = replace(Request(None if source is None else Path(source), report=report), **{**row.options, **given})
+    path = None if source is None else Path(source)
+    request = CorpusRequest(path, report=report, **{**row.options, **given})
     try:
         out.mkdir(parents=True, exist_ok=True)
         with one_at_a_time(out):
@@ -86,7 +87,7 @@ def prepare(
         raise DataError(f"{error.filename or out}: {error.strerror or error}; nothing was finished in {out}") from None
 
 
-def _finished(kind: str, row: Kind, request: Request, out: Path) -> dict[str, Any] | None:
+def _finished(kind: str, row: CorpusKind, request: CorpusRequest, out: Path) -> dict[str, Any] | None:
     """The manifest of what is finished in `out`, if that is what is asked for."""
     manifest = read_manifest(out)
     if manifest is None:
@@ -108,7 +109,7 @@ def _finished(kind: str, row: Kind, request: Request, out: Path) -> dict[str, An
     return manifest
 
 
-def _prepare(kind: str, row: Kind, request: Request, out: Path, allow_other: bool) -> dict[str, Any]:
+def _prepare(kind: str, row: CorpusKind, request: CorpusRequest, out: Path, allow_other: bool) -> dict[str, Any]:
     with partial_folder(out) as folder:
         name = kind if request.source is None else request.source.resolve().name
         if request.source is None and row.hub is not None:
@@ -140,7 +141,7 @@ def _prepare(kind: str, row: Kind, request: Request, out: Path, allow_other: boo
         return manifest
 
 
-def _differences(row: Kind, built: Any, allow_other: bool) -> list[str]:
+def _differences(row: CorpusKind, built: Any, allow_other: bool) -> list[str]:
     """In what this is not the published corpus; an error unless that is allowed."""
     if built.lack is not None:
         raise DataError(f"{built.lack}; {row.obtain}")
@@ -175,7 +176,7 @@ def _set_name(source: Source) -> str:
     return name if published is None else f"{name} of {published}"
 
 
-def _plain(request: Request, row: Kind) -> dict[str, Any]:
+def _plain(request: CorpusRequest, row: CorpusKind) -> dict[str, Any]:
     """The options as they stand in a manifest: files by name, as machines differ in their folders."""
     values = {name: getattr(request, name) for name in row.options}
     return {name: value.name if isinstance(value, Path) else value for name, value in values.items()}

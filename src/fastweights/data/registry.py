@@ -1,4 +1,4 @@
-"""The kinds of corpus: how to find the files of each and build it. To add one, add a row to KINDS."""
+"""The corpora that can be prepared: how to find the files of each and build it. To add one, add a row to CORPORA."""
 
 from __future__ import annotations
 
@@ -8,37 +8,26 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastweights.data.manifest import SPLITS, DataError, Report, silent
+from fastweights.data.manifest import SPLITS, DataError
 from fastweights.data.pairs import numbers
 from fastweights.data.pairs.build import BuiltPairs, build_found, find_pairs
-from fastweights.data.sources import Hub, Source, count_lines, find, text, write_wikitext, write_wmt
+from fastweights.data.sources import (
+    CorpusRequest,
+    Found,
+    Hub,
+    Source,
+    count_lines,
+    find,
+    text,
+    write_wikitext,
+    write_wmt,
+)
 from fastweights.data.text import embedded
 from fastweights.data.text.build import Built, build_bytes, build_ids, build_words
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to prepare; the options are those of the command."""
-
-    source: Path | None = None
-    valid: Path | None = None
-    test: Path | None = None
-    min_count: int = 1
-    max_words: int | None = None
-    source_language: str = "en"
-    target_language: str = "de"
-    vocab: int = 32_000
-    pairs: int = 0
-    held_out: int = 0
-    highest: int = 0
-    report: Report = silent
-
-    def progress(self, split: str) -> Callable[[float], None]:
-        return lambda fraction: self.report(f"reading {split}", fraction)
-
-
 class Official(NamedTuple):
-    """What the published corpus is known to have."""
+    """The counts of a published corpus."""
 
     name: str
     words: int
@@ -48,7 +37,7 @@ class Official(NamedTuple):
     content: str = ""
 
     def differences(self, built: Built) -> list[str]:
-        """What was built otherwise."""
+        """Say in what a corpus that was built differs."""
         found = {"words": len(built.vocabulary), **{split: built.splits[split].tokens for split in SPLITS}}
         wanted = self._asdict()
         names = {"words": "in the vocabulary", **{split: f"tokens in {split}" for split in SPLITS}}
@@ -59,7 +48,7 @@ class Official(NamedTuple):
 
 
 class OfficialPairs(NamedTuple):
-    """Least and most pairs of the published corpus: copies of its training set differ in what was cleaned away."""
+    """The least and most pairs of a published corpus: copies of its training set differ in what was cleaned away."""
 
     name: str
     train: tuple[int, int]
@@ -67,7 +56,7 @@ class OfficialPairs(NamedTuple):
     test: tuple[int, int]
 
     def differences(self, built: BuiltPairs) -> list[str]:
-        """What was built otherwise."""
+        """Say in what a corpus that was built differs."""
         found = {split: built.splits[split].pairs if split in built.splits else 0 for split in SPLITS}
         bounds = {"train": self.train, "valid": self.valid, "test": self.test}
         return [
@@ -78,20 +67,17 @@ class OfficialPairs(NamedTuple):
         ]
 
 
-Found = dict[str, list[Source]]
-
-
 @dataclass(frozen=True)
-class Kind:
-    """A kind of corpus: how to find its files, how to build it from them, and where they can be had.
+class CorpusKind:
+    """A corpus that can be prepared: how to find its files, how to build it from them, and where they can be had.
 
     `needs` are the packages beyond the core installation that it is built with.
     """
 
     what: str
     obtain: str
-    find: Callable[[Request, str], Found]
-    build: Callable[[Found, Path, Request], Any]
+    find: Callable[[CorpusRequest, str], Found]
+    build: Callable[[Found, Path, CorpusRequest], Any]
     official: Official | OfficialPairs | None = None
     hub: Hub | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -99,13 +85,13 @@ class Kind:
     needs: tuple[str, ...] = ()
 
 
-def _find_wikitext(request: Request, obtain: str) -> Found:
+def _find_wikitext(request: CorpusRequest, obtain: str) -> Found:
     assert request.source is not None
     names = [f"wiki.{split}.tokens" for split in SPLITS]
     return {s: [source] for s, source in zip(SPLITS, find(request.source, names, obtain), strict=True)}
 
 
-def _find_enwik8(request: Request, obtain: str) -> Found:
+def _find_enwik8(request: CorpusRequest, obtain: str) -> Found:
     source = request.source
     assert source is not None
     if source.is_file() and source.suffix != ".zip":
@@ -113,7 +99,7 @@ def _find_enwik8(request: Request, obtain: str) -> Found:
     return {"train": find(source, ["enwik8"], obtain)}
 
 
-def _find_text(request: Request, obtain: str) -> Found:
+def _find_text(request: CorpusRequest, obtain: str) -> Found:
     source = request.source
     assert source is not None
     if source.is_dir():
@@ -129,7 +115,7 @@ def _find_text(request: Request, obtain: str) -> Found:
     return {"train": train, "valid": [_file(request.valid, obtain)], "test": [_file(request.test, obtain)]}
 
 
-def _find_ids(request: Request, obtain: str) -> Found:
+def _find_ids(request: CorpusRequest, obtain: str) -> Found:
     source = request.source
     assert source is not None
     if not source.is_dir():
@@ -152,12 +138,12 @@ def _file(path: Path, obtain: str) -> Source:
     return Source(path)
 
 
-def _build_words(found: Found, folder: Path, request: Request) -> Built:
+def _build_words(found: Found, folder: Path, request: CorpusRequest) -> Built:
     texts = {split: text(found[split][0], request.progress(split)) for split in SPLITS}
     return build_words(texts, folder, request.report)
 
 
-def _build_text(found: Found, folder: Path, request: Request) -> Built:
+def _build_text(found: Found, folder: Path, request: CorpusRequest) -> Built:
     files = {split: [(source, count_lines(source)) for source in sources] for split, sources in found.items()}
     totals = {split: sum(lines for _, lines in sized) for split, sized in files.items()}
     total = totals["train"]
@@ -175,27 +161,27 @@ def _build_text(found: Found, folder: Path, request: Request) -> Built:
 def _lines(
     files: Sequence[tuple[Source, int]], start: int, stop: int, progress: Callable[[float], None]
 ) -> Iterator[str]:
-    """Lines `start` to `stop` of files, each with its number of lines, one after the other."""
+    """Read lines `start` to `stop` of files, each with its number of lines, one after the other."""
     for source, lines in files:
         if start < lines and stop > 0:
             yield from text(source, progress, max(start, 0), min(stop, lines))
         start, stop = start - lines, stop - lines
 
 
-def _build_limited(texts: Mapping[str, Iterable[str]], folder: Path, request: Request) -> Built:
+def _build_limited(texts: Mapping[str, Iterable[str]], folder: Path, request: CorpusRequest) -> Built:
     return build_words(texts, folder, request.report, request.min_count, request.max_words)
 
 
-def _build_enwik8(found: Found, folder: Path, request: Request) -> Built:
+def _build_enwik8(found: Found, folder: Path, request: CorpusRequest) -> Built:
     return build_bytes(found["train"][0], folder, request.report)
 
 
-def _build_ids(found: Found, folder: Path, request: Request) -> Built:
+def _build_ids(found: Found, folder: Path, request: CorpusRequest) -> Built:
     texts = {split: text(found[split][0], request.progress(split)) for split in SPLITS[1:]}
     return build_ids(found["train"][0].path, found["vocabulary"][0].path, texts, folder, request.report)
 
 
-def _build_embedded(found: Found, folder: Path, request: Request) -> Built:
+def _build_embedded(found: Found, folder: Path, request: CorpusRequest) -> Built:
     return _build_limited(embedded.texts(request.report), folder, request)
 
 
@@ -205,32 +191,32 @@ PUBLISHED_SETS = {
     "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8": "WikiText-2",
     "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0": "WikiText-2",
 }
-"""Whose wiki.valid.tokens and wiki.test.tokens have this SHA-256: other corpora are scored on them too."""
+"""SHA-256 of a published wiki.valid.tokens or wiki.test.tokens -> its corpus: others are scored on them too."""
 
 _LIMITS = {"min_count": 1, "max_words": None}
 _FILES = {"valid": None, "test": None}
 _LANGUAGES = {"source_language": "en", "target_language": "de"}
-_TOKENS = "its wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens"
-KINDS: dict[str, Kind] = {
-    "wikitext103": Kind(
-        "WikiText-103, words",
-        f"give a folder or zip archive with {_TOKENS}: wikitext-103-v1.zip of Merity et al. (2016), in copies on the "
-        "web, or the Hugging Face dataset Salesforce/wikitext, configuration wikitext-103-v1",
+
+
+def _wikitext(name: str, words: int, tokens: int) -> CorpusKind:
+    """Describe one of the corpora of Merity et al., which share their validation and test set."""
+    configuration = f"{name.lower()}-v1"
+    return CorpusKind(
+        f"{name}, words",
+        "give a folder or zip archive with its wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens: "
+        f"{configuration}.zip of Merity et al. (2016), in copies on the web, or the Hugging Face dataset "
+        f"Salesforce/wikitext, configuration {configuration}",
         _find_wikitext,
         _build_words,
-        official=Official("WikiText-103", 267_735, 103_227_021, 217_646, 245_569),
-        hub=Hub("Salesforce/wikitext", "wikitext-103-v1", write_wikitext),
-    ),
-    "wikitext2": Kind(
-        "WikiText-2, words",
-        f"give a folder or zip archive with {_TOKENS}: wikitext-2-v1.zip of Merity et al. (2016), in copies on the "
-        "web, or the Hugging Face dataset Salesforce/wikitext, configuration wikitext-2-v1",
-        _find_wikitext,
-        _build_words,
-        official=Official("WikiText-2", 33_278, 2_088_628, 217_646, 245_569),
-        hub=Hub("Salesforce/wikitext", "wikitext-2-v1", write_wikitext),
-    ),
-    "enwik8": Kind(
+        official=Official(name, words, tokens, 217_646, 245_569),
+        hub=Hub("Salesforce/wikitext", configuration, write_wikitext),
+    )
+
+
+CORPORA: dict[str, CorpusKind] = {
+    "wikitext103": _wikitext("WikiText-103", 267_735, 103_227_021),
+    "wikitext2": _wikitext("WikiText-2", 33_278, 2_088_628),
+    "enwik8": CorpusKind(
         "the first 100 million bytes of Wikipedia, bytes",
         "give the file enwik8, its zip archive or a folder with it: http://mattmahoney.net/dc/enwik8.zip",
         _find_enwik8,
@@ -244,14 +230,14 @@ KINDS: dict[str, Kind] = {
             content="2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
         ),
     ),
-    "text": Kind(
+    "text": CorpusKind(
         "any plain text in UTF-8, words",
         "give a text file, or a folder of .txt files",
         _find_text,
         _build_text,
         options=_LIMITS | _FILES,
     ),
-    "ids": Kind(
+    "ids": CorpusKind(
         "token numbers with their vocabulary, words",
         "give a folder with one train*.npy of integers, vocab.txt with one word a line, and wiki.valid.tokens and "
         "wiki.test.tokens (or --valid and --test)",
@@ -259,7 +245,7 @@ KINDS: dict[str, Kind] = {
         _build_ids,
         options=_FILES,
     ),
-    "embedded": Kind(
+    "embedded": CorpusKind(
         "the English documentation that comes with Python, words; needs no files",
         "leave --source out",
         lambda request, obtain: {},
@@ -267,7 +253,7 @@ KINDS: dict[str, Kind] = {
         options=_LIMITS | {"min_count": 3},
         needs_source=False,
     ),
-    "wmt14": Kind(
+    "wmt14": CorpusKind(
         "WMT14 English-German, sentence pairs",
         "give a folder with the files of europarl-v7, commoncrawl and news-commentary-v9 for de-en, newstest2013 and "
         "newstest2014 (statmt.org/wmt14/translation-task.html), or the Hugging Face dataset wmt/wmt14, de-en",
@@ -278,7 +264,7 @@ KINDS: dict[str, Kind] = {
         options=_FILES | {"vocab": 32_000},
         needs=("tokenizers",),
     ),
-    "parallel": Kind(
+    "parallel": CorpusKind(
         "aligned files of two languages, sentence pairs",
         "give a folder with files like train.en and train.de, valid.en and valid.de (.gz, .xz and .sgm too)",
         find_pairs,
@@ -286,7 +272,7 @@ KINDS: dict[str, Kind] = {
         options=_FILES | _LANGUAGES | {"vocab": 32_000},
         needs=("tokenizers",),
     ),
-    "numbers": Kind(
+    "numbers": CorpusKind(
         "English number words to German ones, sentence pairs; needs no files",
         "leave --source out",
         lambda request, obtain: {},

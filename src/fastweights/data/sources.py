@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
-from fastweights.data.manifest import DataError, Report
+from fastweights.data.manifest import DataError, Report, silent
 
 BLOCK = 1 << 22
 
@@ -44,6 +44,32 @@ class Source:
                     yield from _pieces(file, size)
         except (zipfile.BadZipFile, zlib.error, EOFError) as error:
             raise DataError(f"{self.label} is damaged or cut short ({error}); obtain the archive again") from None
+
+
+Found = dict[str, list[Source]]
+"""The files of a corpus by split, and for sentence pairs by split and language: "train", or "train.en"."""
+
+
+@dataclass(frozen=True)
+class CorpusRequest:
+    """What to prepare; the options are those of `fastweights data`."""
+
+    source: Path | None = None
+    valid: Path | None = None
+    test: Path | None = None
+    min_count: int = 1
+    max_words: int | None = None
+    source_language: str = "en"
+    target_language: str = "de"
+    vocab: int = 32_000
+    pairs: int = 0
+    held_out: int = 0
+    highest: int = 0
+    report: Report = silent
+
+    def progress(self, split: str) -> Callable[[float], None]:
+        """Return what takes the fraction of a split that has been read."""
+        return lambda fraction: self.report(f"reading {split}", fraction)
 
 
 def _pieces(file: IO[bytes], size: int) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ B pairs, S source and T target tokens. Any batch of any epoch can be had without
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,10 +14,21 @@ from torch import Tensor
 
 from fastweights.data.pairs.bpe import BOS, EOS, PAD
 
-if TYPE_CHECKING:
-    from fastweights.data.pairs.corpus import ParallelSplit
-
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+class SentencePairs(Protocol):
+    """The pairs that batches are made of, by number and side, "source" or "target"; `ParallelSplit` has them."""
+
+    def __len__(self) -> int: ...
+
+    def lengths(self, side: str) -> Integers:
+        """Return the number of tokens of each sentence."""
+        ...
+
+    def tokens(self, side: str, numbers: Integers) -> np.ndarray:
+        """Return the token numbers of those sentences, one after another."""
+        ...
 
 
 class PairBatch(NamedTuple):
@@ -57,7 +68,7 @@ class PairBatches:
 
     def __init__(
         self,
-        split: ParallelSplit,
+        split: SentencePairs,
         max_tokens: int,
         *,
         seed: int = 0,

@@ -15,16 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastweights.data.manifest import SPLITS, TYPE_CODES, DataError, checksum
 from fastweights.data.pairs.bpe import Tokenizer, train_tokenizer
 from fastweights.data.pairs.files import FileSet, Pair, Progress, find_sets, lonely, named_set, read_pairs, sort_sets
-from fastweights.data.sources import Source
+from fastweights.data.sources import CorpusRequest, Found, Source
 from fastweights.data.text.build import dtype_for
-
-if TYPE_CHECKING:
-    from fastweights.data.registry import Found, Request
 
 _CHUNK = 1 << 14
 SIDES = ("source", "target")
@@ -77,7 +74,7 @@ def _file(folder: Path, name: str) -> dict[str, Any]:
     return {"file": name, **checksum(folder / name)}
 
 
-def find_pairs(request: Request, obtain: str) -> Found:
+def find_pairs(request: CorpusRequest, obtain: str) -> Found:
     """The files of each split and language, as `train.en`: by the names of the files, or by --valid and --test."""
     folder, languages = request.source, (request.source_language, request.target_language)
     assert folder is not None
@@ -111,7 +108,7 @@ def find_pairs(request: Request, obtain: str) -> Found:
     }
 
 
-def build_found(found: Found, folder: Path, request: Request) -> BuiltPairs:
+def build_found(found: Found, folder: Path, request: CorpusRequest) -> BuiltPairs:
     """Read the files that were found, once for the vocabulary and once more for the numbers."""
     languages = (request.source_language, request.target_language)
     splits = [split for split in SPLITS if f"{split}.{languages[0]}" in found]
@@ -139,7 +136,7 @@ def _part(progress: Progress, number: int, count: int) -> Progress:
 
 
 def build_pairs(
-    read: Pairs, splits: list[str], languages: tuple[str, str], folder: Path, request: Request
+    read: Pairs, splits: list[str], languages: tuple[str, str], folder: Path, request: CorpusRequest
 ) -> BuiltPairs:
     """Write the pairs that `read` gives for each split; a pair of empty lines is one to leave out."""
     tokenizer = train_tokenizer(_texts(read, request), request.vocab)
@@ -151,7 +148,7 @@ def build_pairs(
     return built
 
 
-def _texts(read: Pairs, request: Request) -> Iterator[str]:
+def _texts(read: Pairs, request: CorpusRequest) -> Iterator[str]:
     """Both sides of the training pairs, for the vocabulary."""
     request.progress("train")(0.0)
     for pair in read("train", request.progress("train")):

@@ -11,14 +11,11 @@ import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fastweights.data.manifest import SPLITS, DataError
 from fastweights.data.pairs.build import BuiltPairs, build_pairs
 from fastweights.data.pairs.files import Pair, Progress
-
-if TYPE_CHECKING:
-    from fastweights.data.registry import Found, Request
+from fastweights.data.sources import CorpusRequest, Found
 
 LANGUAGES = ("en", "de")
 # Scores count words in a row, up to four: a line of one number would have none.
@@ -66,7 +63,7 @@ def lines(split: str, count: int, highest: int) -> Iterator[Pair]:
         yield Pair(number, ", ".join(map(english, values)), ", ".join(map(german, values)))
 
 
-def build(found: Found, folder: Path, request: Request) -> BuiltPairs:
+def build(found: Found, folder: Path, request: CorpusRequest) -> BuiltPairs:
     """The corpus with the sizes of the request."""
     counts = dict(zip(SPLITS, (request.pairs, request.held_out, request.held_out), strict=True))
 

@@ -87,9 +87,9 @@ def identify(folder: Path) -> dict[str, Any]:
 
 def honest(name: str, manifest: Mapping[str, Any]) -> str:
     """The name of a corpus, with a word of warning where it has that of a published one and is not that."""
-    from fastweights.data.registry import KINDS
+    from fastweights.data.registry import CORPORA
 
-    published = [_letters(row.official.name) for row in KINDS.values() if row.official]
+    published = [_letters(row.official.name) for row in CORPORA.values() if row.official]
     claims = any(known in _letters(name) for known in published)
     return f"{name} (not the official corpus)" if claims and not manifest["official"] else name
 

@@ -196,7 +196,7 @@ class Fields:
 ModelConfig = TypeVar("ModelConfig")
 
 
-class Plan(NamedTuple, Generic[ModelConfig]):
+class TrainingPlan(NamedTuple, Generic[ModelConfig]):
     """Everything that decides a training but the data: the model, the task's arguments and the configuration."""
 
     model: ModelConfig

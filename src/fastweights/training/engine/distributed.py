@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 
-class Call:
+class ModelCall:
     """A function of the model on its way through the wrappers around it.
 
     Fabric, DDP and FSDP copy and cast the tensors that they find in arguments and results; a carried float32 memory
@@ -37,13 +37,13 @@ class Call:
 
 
 class Objective(nn.Module):
-    """Runs a `Call` on the model, so that any method of a model works inside the forward pass that wrappers expect."""
+    """Runs a `ModelCall`, so that any method of a model works inside the forward pass that wrappers expect."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, call: Call) -> Tensor | None:
+    def forward(self, call: ModelCall) -> Tensor | None:
         call.result = call.function(self.model, *call.arguments)
         # The wrappers hang their work of the backward pass on the tensor that comes out.
         first = call.result[0] if isinstance(call.result, tuple) else None

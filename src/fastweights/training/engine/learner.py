@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fastweights.common.tree import map_tensors, pack, to_device, unpack
 from fastweights.training.engine.capture import CapturedUpdates, refusal
 from fastweights.training.engine.config import GRAPHING_MODES, TrainingConfig
-from fastweights.training.engine.distributed import Call, Objective, gather
+from fastweights.training.engine.distributed import ModelCall, Objective, gather
 from fastweights.training.engine.optim import (
     global_norm,
     learning_rate,
@@ -22,7 +22,7 @@ from fastweights.training.engine.optim import (
     set_learning_rate,
     step_scaled,
 )
-from fastweights.training.engine.task import Outcome, Task
+from fastweights.training.engine.task import LossOutcome, Task
 from fastweights.training.runs import snapshot
 from fastweights.training.runs.checkpoint import Contents
 
@@ -85,7 +85,7 @@ class Learner:
 
         What is compiled runs so only on request: validation comes in other shapes, each of which would be compiled.
         """
-        call = Call(function, *arguments)
+        call = ModelCall(function, *arguments)
         eager = not compiled and self.config.compile is not None
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             self._module(call)
@@ -151,11 +151,11 @@ class Learner:
     def _batch(self, step: int, part: int) -> Any:
         return to_device(self.task.batch(step * self.config.accumulate + part, self.rank, self.world), self.device)
 
-    def _forward(self, batch: Any, carry: Any, compiled: bool) -> tuple[Outcome, Tensor, Any]:
-        """Outcome, its number of tokens, and what it carries on, cut off from it."""
+    def _forward(self, batch: Any, carry: Any, compiled: bool) -> tuple[LossOutcome, Tensor, Any]:
+        """LossOutcome, its number of tokens, and what it carries on, cut off from it."""
         if self._graphed:
             torch.compiler.cudagraph_mark_step_begin()
-        outcome = Outcome(*self.call(self._loss, batch, carry, compiled=compiled))
+        outcome = LossOutcome(*self.call(self._loss, batch, carry, compiled=compiled))
         keep = (lambda tensor: tensor.detach().clone()) if self._graphed else Tensor.detach
         tokens = keep(self._scalar(outcome.metrics.get("tokens", 1))).float()
         return outcome, tokens, map_tensors(keep, outcome.carry)
@@ -194,7 +194,7 @@ class Learner:
         self.carry = self._carry_before
         total = self._one * 0
         for part in range(self.config.accumulate):
-            outcome = Outcome(*self.call(self.task.loss, self._batch(step - 1, part), self.carry))
+            outcome = LossOutcome(*self.call(self.task.loss, self._batch(step - 1, part), self.carry))
             self.carry = map_tensors(Tensor.detach, outcome.carry)
             self.fabric.backward(outcome.loss)
             total = total + outcome.loss.detach() / self.config.accumulate

@@ -28,7 +28,7 @@ class Score(NamedTuple):
         return value > best if self.higher_is_better else value < best
 
 
-class Outcome(NamedTuple):
+class LossOutcome(NamedTuple):
     """What `Task.loss` gives back.
 
     Args:
@@ -69,7 +69,7 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Any, carry: Carry) -> Outcome:
+    def loss(self, model: nn.Module, batch: Any, carry: Carry) -> LossOutcome:
         """Loss of one batch, given what the batch before it carried over (None at the beginning).
 
         The loop cuts the carry off from the graph and saves it in checkpoints; it may be made of tensors, dataclasses,

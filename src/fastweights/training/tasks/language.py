@@ -18,8 +18,8 @@ from fastweights.data.text.corpus import Corpus, Segment, Segments, ShuffledSegm
 from fastweights.data.text.documents import DOCUMENTS, mark_documents
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState, check_forgets
 from fastweights.models.presets import CONTEXTS, MIXER_CHOICES, PRESETS, training_recipe
-from fastweights.training.engine.config import Fields, Plan, TrainingConfig, check_positive, plan_training
-from fastweights.training.engine.task import Outcome, Task
+from fastweights.training.engine.config import Fields, TrainingConfig, TrainingPlan, check_positive, plan_training
+from fastweights.training.engine.task import LossOutcome, Task
 from fastweights.training.tasks.evaluate import EVAL_BATCH, Protocol, check_carried, measure
 
 # What the corpus or the arguments of `assemble` decide.
@@ -129,11 +129,11 @@ class LanguageTask(Task):
         # Where nothing is carried an epoch begins like any other segment, also for a captured update.
         return segment._replace(starts_epoch=segment.starts_epoch and self.carried)
 
-    def loss(self, model: nn.Module, batch: Segment, carry: LanguageModelState | None) -> Outcome:
+    def loss(self, model: nn.Module, batch: Segment, carry: LanguageModelState | None) -> LossOutcome:
         """Mean of -log p over the words of a segment."""
         assert isinstance(model, LanguageModel)
         nll, state = model.loss(batch.inputs, batch.targets, None if batch.starts_epoch else carry, batch.starts)
-        return Outcome(nll.mean(), {"tokens": nll.numel()}, state if self.carried else None)
+        return LossOutcome(nll.mean(), {"tokens": nll.numel()}, state if self.carried else None)
 
     def regions(self, model: nn.Module) -> list[nn.Module]:
         """The blocks: the rest is the softmax, in kernels of its own, and a few additions."""
@@ -171,7 +171,7 @@ def plan(
     rule: str | None = None,
     context: str | None = None,
     **settings: Any,
-) -> Plan[LanguageModelConfig]:
+) -> TrainingPlan[LanguageModelConfig]:
     """Take a preset of `models.presets` for a vocabulary, with any field of model, task or training changed by name.
 
     What is not given follows from what is: see `plan_training`; also Transformer-XL remembers as many words as a
@@ -189,7 +189,7 @@ def plan(
     if task["context"] == "carried" and model.get("feature_map", MIXER_CHOICES[mixer].feature_map) == "favor":
         model["feature_map_options"] = {"redraw": False, **model.get("feature_map_options", {})}
     config = PRESETS[preset](mixer, rule=rule, context=task["context"], vocab_size=words, **model)
-    return Plan(config, task, plan_training(recipe, training, eval_every=4000, log_every=200))
+    return TrainingPlan(config, task, plan_training(recipe, training, eval_every=4000, log_every=200))
 
 
 def assemble(corpus: Corpus, **choice: Any) -> tuple[LanguageTask, TrainingConfig]:

@@ -19,8 +19,8 @@ from fastweights.inference.translate import translate
 from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_config import ATTENTIONS, POSITIONS, TranslationModelConfig
 from fastweights.models.translation_presets import PRESETS, RECIPES
-from fastweights.training.engine.config import Fields, Plan, TrainingConfig, check_positive, plan_training
-from fastweights.training.engine.task import Outcome, Score, Task
+from fastweights.training.engine.config import Fields, TrainingConfig, TrainingPlan, check_positive, plan_training
+from fastweights.training.engine.task import LossOutcome, Score, Task
 from fastweights.training.tasks.bleu import Bleu, bleu, require_sacrebleu
 
 __all__ = ["Bleu", "TranslationTask", "assemble_translation", "bleu", "plan_translation"]
@@ -111,10 +111,10 @@ class TranslationTask(Task):
         pairs = self._train.batch_at(index, rank, world)
         return map_tensors(torch.Tensor.pin_memory, pairs) if self._device.type == "cuda" else pairs
 
-    def loss(self, model: nn.Module, batch: PairBatch, carry: None) -> Outcome:
+    def loss(self, model: nn.Module, batch: PairBatch, carry: None) -> LossOutcome:
         """Mean over the target tokens of the loss with label smoothing; "nll" is that without."""
         smoothed, nll, tokens = self._losses(model, batch, self.label_smoothing)
-        return Outcome(smoothed / tokens.clamp(min=1), {"tokens": tokens, "nll": nll / tokens.clamp(min=1)})
+        return LossOutcome(smoothed / tokens.clamp(min=1), {"tokens": tokens, "nll": nll / tokens.clamp(min=1)})
 
     def _losses(
         self, model: nn.Module, batch: PairBatch, smoothing: float
@@ -163,7 +163,7 @@ class TranslationTask(Task):
 
 def plan_translation(
     tokens: int, *, preset: str = "base", attention: str = "softmax", **settings: Any
-) -> Plan[TranslationModelConfig]:
+) -> TrainingPlan[TranslationModelConfig]:
     """Take a preset of `models.translation_presets` for a vocabulary; any field of model, task or training by name.
 
     The same attention is in all three positions, unless `encoder`, `decoder` or `cross` say otherwise. What is not
@@ -179,7 +179,7 @@ def plan_translation(
     config = plan_training(recipe, training, eval_every=2000, log_every=100)
     if config.steps < recipe["steps"] // 10 and "performer" in {model.get(place, attention) for place in POSITIONS}:
         model = {"redraw": False, **model}
-    return Plan(PRESETS[preset](attention, vocab_size=tokens, **model), task, config)
+    return TrainingPlan(PRESETS[preset](attention, vocab_size=tokens, **model), task, config)
 
 
 def assemble_translation(corpus: ParallelCorpus, **choice: Any) -> tuple[TranslationTask, TrainingConfig]:
