@@ -156,10 +156,8 @@ def build_bytes(source: Source, folder: Path, report: Report) -> Built:
 
 def build_ids(ids: Path, words: Path, texts: Mapping[str, Iterable[str]], folder: Path, report: Report) -> Built:
     """Training tokens from a .npy file of numbers into a vocabulary file; valid and test from text."""
-    try:
-        import numpy as np
-    except ImportError:
-        raise DataError(f"reading {ids} takes numpy: pip install numpy") from None
+    import numpy as np
+
     try:
         vocabulary = WordVocabulary.load(words.read_bytes())
         numbers = np.load(ids, mmap_mode="r")
