@@ -6,6 +6,8 @@ import sys
 import pytest
 from rich.console import Console
 
+from fastweights.training.runs import log
+
 from .tiny import run
 
 
@@ -52,3 +54,14 @@ def test_wandb_gets_the_scalars_of_one_run(tmp_path, monkeypatch):
     run(tmp_path, wandb="project")
     assert [options["id"] for options in Fake.started] == ["abc", "abc"] and Fake.finished == 2
     assert {"train/loss", "valid/loss"} <= {name for _, scalars in Fake.logged for name in scalars}
+
+
+def test_long_steps_show_that_training_lives(monkeypatch):
+    """Steps of 1.5 seconds: a line within five seconds, then one a minute, although no record is due."""
+    clock, text = [0.0], io.StringIO()
+    monkeypatch.setattr(log.time, "monotonic", lambda: clock[0])
+    terminal = log.Terminal(Console(file=text), 1000, 0)
+    for step in range(1, 101):
+        clock[0] += 1.5
+        terminal.advance(step)
+    assert text.getvalue().splitlines() == ["step 2/1000", "step 42/1000", "step 82/1000"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fastweights.common.files import write_atomically
 from fastweights.training.engine.config import TrainingConfig
+
+# Without a terminal, seconds until the first line, and at most between lines.
+FIRST_LINE_S, SILENCE_S = 3.0, 60.0
 
 
 class Sink(Protocol):
@@ -127,11 +131,12 @@ def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Terminal:
-    """A bar on a terminal, a line for each record elsewhere."""
+    """A bar on a terminal; elsewhere a line for each record, and for a step when there was none for a while."""
 
     def __init__(self, console: Console, steps: int, step: int) -> None:
         self.console = console
         self.steps = steps
+        self._due = time.monotonic() + FIRST_LINE_S
         self._bar: Progress | None = None
         if console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -147,8 +152,11 @@ class Terminal:
     def advance(self, step: int) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
+        elif time.monotonic() >= self._due:
+            self.say(f"step {step}/{self.steps}")
 
     def say(self, text: str, style: str | None = None) -> None:
+        self._due = time.monotonic() + SILENCE_S
         self.console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
 
     def close(self) -> None:
