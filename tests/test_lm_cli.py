@@ -9,11 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fastweights.cli import app
+from fastweights.commands import results
 from fastweights.data.prepare import prepare
 from fastweights.data.text.corpus import Corpus
+from fastweights.training.runs.checkpoint import CheckpointStore, list_checkpoints, read
 from fastweights.training.tasks import evaluate as protocols
 from tests.training.small_text import SMALL, as_options, small_corpus
 from tests.training.tiny import losses
@@ -170,12 +173,17 @@ def test_generate(runs, mixer):
     assert greedy[0] == greedy[1]
 
 
+FILE = __file__
 TRAIN, RUN = ("train", "lm", "--data", "CORPUS", "--out", "OUT"), "RUNS/delta"
 WRONG = [
     ((*TRAIN, "--preset", "tinny"), "did you mean 'tiny'"),
     ((*TRAIN, "--preset", "tiny", "--mixer", "transfomer"), "did you mean 'transformer'"),
     ((*TRAIN, "--preset", "tiny", "--rule", "dleta"), "did you mean 'delta'"),
     ((*TRAIN, "--preset", "tiny", "--precision", "bf16-mix"), "did you mean 'bf16-mixed'"),
+    ((*TRAIN, "--preset", "tiny", "--precision", "fp16"), "known: fp32, bf16, 32-true, bf16-mixed, bf16-true, 64-true"),
+    ((*TRAIN, "--preset", "tiny", "--set", "precision=fp16"), "known: fp32, bf16, 32-true,"),
+    ((*TRAIN, "--preset", "tiny", "--seed", "1" * 23), f"--seed takes whole numbers from 0 to {2**63 - 1}, got 111"),
+    ((*TRAIN, "--preset", "tiny", "--set", f"seed={'1' * 23}"), "--seed takes whole numbers"),
     ((*TRAIN, "--preset", "tiny", "--strategy", "dpp"), "did you mean 'ddp'"),
     ((*TRAIN, "--preset", "tiny", "--set", "d_modle=3"), "did you mean 'd_model'"),
     ((*TRAIN, "--preset", "tiny", "--set", "mixer=delta"), "mixer cannot be set: it has its own option"),
@@ -191,6 +199,10 @@ WRONG = [
     ((*TRAIN, "--preset", "tiny", "--devices", "two"), "--devices must be a number"),
     ((*TRAIN, "--preset", "tiny", "--minutes", "0"), "--minutes must be above 0"),
     ((*TRAIN[:3], "OUT/none", "--preset", "tiny"), "`fastweights data KIND --out` writes one"),
+    (("train", "lm", "--preset", "tiny", "--data", FILE), f"{FILE} is a file, and a corpus is a folder"),
+    (("eval", "lm", RUN, "--data", FILE), f"{FILE} is a file, and a corpus is a folder"),
+    (("generate", RUN, "--data", FILE), "`fastweights data text --source"),
+    (("generate", RUN, "--seed", "1" * 23), "--seed takes whole numbers"),
     (("eval", "lm", "OUT/none"), "`fastweights train lm --out"),
     (("eval", "lm", RUN, "--split", "train"), "unknown split 'train'"),
     (("eval", "lm", RUN, "--protocol", "slide"), "did you mean 'sliding'"),
@@ -215,6 +227,51 @@ def test_wrong_input_is_named(corpus, runs, tmp_path, arguments, message):
     assert done.exit_code == 2, done.output
     assert "Error: " in done.stderr and message in done.stderr
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("command", [["eval", "lm"], ["generate"]])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_an_error(runs, tmp_path, command, value):
+    spoil(runs / "delta", tmp_path / "run", value)
+    done = run(*command, tmp_path / "run")
+    assert done.exit_code == 2 and done.stdout == ""
+    assert "is not finite" in done.stderr and "--checkpoint last" in done.stderr and "--lr" in done.stderr
+    assert not list((tmp_path / "run").glob("eval/*best*"))
+    assert run(*command, tmp_path / "run", "--checkpoint", "last").exit_code == 0
+
+
+def test_a_loss_that_is_not_finite_is_an_error(runs, tmp_path):
+    """Weights that are finite each, and too large together."""
+    spoil(runs / "delta", tmp_path / "run", 3e38)
+    done = run("eval", "lm", tmp_path / "run")
+    assert done.exit_code == 2 and done.stdout == "" and "has no perplexity" in done.stderr
+    assert not list((tmp_path / "run").glob("eval/*best*"))
+
+
+def spoil(source, target, value):
+    """Copy a run and fill the weights of its best checkpoint."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("eval"))
+    store = CheckpointStore(target / "checkpoints")
+    (best,) = list_checkpoints(store.folder, "best")
+    checkpoint, contents = read(best)
+    weights = {name: torch.full_like(weight, value) for name, weight in contents.weights.items()}
+    store.save(checkpoint.step, contents._replace(weights=weights), checkpoint.scores)
+
+
+def test_eval_as_json(runs):
+    done = run("eval", "lm", runs / "delta", "--segment", "7", "--json")
+    (path,) = (runs / "delta" / "eval").glob("*L7*")
+    assert done.stdout == path.read_text() and json.loads(done.stdout)["ppl"] > 1
+    assert f"Written to {path}" in done.stderr and "scoring" in done.stderr
+
+
+def test_a_slow_evaluation_shows_that_it_lives(monkeypatch, capsys):
+    monkeypatch.setattr(results, "SILENCE", 0.0)
+    with results.measuring("tokens") as report:
+        for done in range(1, 1001):
+            report(done, 1000)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "1 of 1,000 tokens" and len(lines) == 11
 
 
 def test_damaged_weights_are_reported(runs, tmp_path):

@@ -157,6 +157,8 @@ def test_translate_needs_no_corpus(runs, tmp_path):
         (["train", "mt", "--preset", "tiny", "--set", "dropout=much"], "dropout takes float"),
         (["train", "mt", "--preset", "tiny", "--minutes", "0"], "--minutes must be above 0"),
         (["train", "mt", "--preset", "tiny", "--data", "nowhere"], "nowhere"),
+        (["train", "mt", "--preset", "tiny", "--data", __file__], f"{__file__} is a file, and a corpus is a folder"),
+        (["train", "mt", "--preset", "tiny", "--seed", "1" * 23], "--seed takes whole numbers from 0 to"),
         (["eval", "mt", "nowhere"], "does not exist; `fastweights train mt"),
         (["translate", "nowhere"], "does not exist"),
     ],

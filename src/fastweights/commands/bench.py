@@ -68,8 +68,7 @@ def lm(
 ) -> None:
     """Time the training of the paper's language models, plain and fast, and check that both learn the same."""
     with input_errors((ValueError, ImportError, OSError)):
-        require("lightning")
-        _check_gpu(device, "bench lm", "--sizes tiny --ways torch,plain")
+        _check_training(device, "bench lm", "--sizes tiny --ways torch,plain")
         names = (sizes.split(","), models.split(","), ways.split(","))
         succeeded = run_lm(out, *names, corpus, device, steps, compared, as_json)
     _exit(succeeded)
@@ -93,8 +92,7 @@ def lm_agreement(
     """Compare fast training with plain training: the first losses, and perplexity after a short training."""
     changes = {name: value for name, value in {"batch_size": batch, "lr": lr}.items() if value is not None}
     with input_errors((ValueError, ImportError, OSError)):
-        require("lightning")
-        _check_gpu(device, "bench lm-agreement", "--size tiny --ways torch,plain")
+        _check_training(device, "bench lm-agreement", "--size tiny --ways torch,plain")
         agreed = run_lm_agreement(out, size, model, ways.split(","), corpus, device, losses, steps, changes, as_json)
     _exit(agreed)
 
@@ -131,12 +129,14 @@ def mt(
     run_mt(out, preset, device, precision, repeats, as_json)
 
 
-def _check_gpu(device: str, command: str, options: str) -> None:
+def _check_training(device: str, command: str, options: str) -> None:
+    """Raise an error for a device or a package that training needs and that is not there."""
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(
             f"{command} needs a CUDA device, and PyTorch finds none here; "
             f"`fastweights {command} --device cpu {options}` measures on the CPU"
         )
+    require("lightning")
 
 
 def _exit(succeeded: bool) -> None:

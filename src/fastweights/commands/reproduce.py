@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastweights.commands.options import pick_device, read_settings, require
+from fastweights.commands.options import AsJson, pick_device, print_json, read_settings, require
 
 if TYPE_CHECKING:
     from fastweights.experiments.engine.experiment import Cell, Experiment, Request, Selection
@@ -28,6 +28,7 @@ Out = Annotated[Path, typer.Option(help="Folder of the results.", show_default=T
 def reproduce(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Figures and tables, or 'all'.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="Show what there is, its cost, and what has been run.")] = False,
+    as_json: AsJson = False,
     scale: Annotated[
         str,
         typer.Option(help="smoke (seconds), small (minutes), paper, or code (its released code's protocol)."),
@@ -63,8 +64,10 @@ def reproduce(
 
     with _input_errors():
         store = _store(out)
+        if as_json and not list_:
+            raise ValueError("--json is for --list; the results are JSON files in the folder of --out")
         if list_:
-            _print_list(store)
+            print_json(_list(store)) if as_json else _print_list(store)
             return
         experiments = _experiments(names or [])
         selection = _selection(experiments, scale, models, sizes, seeds)
@@ -237,21 +240,41 @@ def _check(store: Store) -> list[str]:
     return [name for name in EXPERIMENTS if store.known(name)]
 
 
+def _list(store: Store) -> list[dict[str, Any]]:
+    """Return each experiment with its cost at every scale and what has been run of it, for JSON."""
+    from fastweights.experiments import EXPERIMENTS
+
+    rows = []
+    for name, experiment in EXPERIMENTS.items():
+        known = [record for record in store.known(name).values() if record.config["scale"] == store.scale(name)]
+        results = {"scale": store.scale(name), "cells": len(known), "train_s": sum(record.wall_s for record in known)}
+        rows.append(
+            {
+                "name": name,
+                "title": experiment.title,
+                "where": experiment.where,
+                "scales": {
+                    s: {"cells": len(experiment.grid(s)), "cost": at.cost} for s, at in experiment.scales.items()
+                },
+                "results": results if known else None,
+            }
+        )
+    return rows
+
+
 def _print_list(store: Store) -> None:
     from rich.table import Table
 
-    from fastweights.experiments import EXPERIMENTS
     from fastweights.experiments.engine.experiment import SCALES
     from fastweights.report.tables import format_seconds
 
     table = Table("name", "what", *(f"at scale {scale}" for scale in SCALES), "results", pad_edge=False, box=None)
-    for experiment in EXPERIMENTS.values():
-        costs = [f"{len(experiment.grid(name))} cells, {at.cost}" for name, at in experiment.scales.items()]
-        scale, known = store.scale(experiment.name), store.known(experiment.name).values()
-        records = [record for record in known if record.config["scale"] == scale]
-        seconds = sum(record.wall_s for record in records)
-        found = f"{scale}: {len(records)} cells, {format_seconds(seconds)} of training" if records else "none"
-        table.add_row(experiment.name, f"{experiment.title} ({experiment.where})", *costs, found)
+    for row in _list(store):
+        costs = [f"{at['cells']} cells, {at['cost']}" for at in row["scales"].values()]
+        results = "none"
+        if known := row["results"]:
+            results = f"{known['scale']}: {known['cells']} cells, {format_seconds(known['train_s'])} of training"
+        table.add_row(row["name"], f"{row['title']} ({row['where']})", *costs, results)
     _console(sys.stdout).print(table)
 
 

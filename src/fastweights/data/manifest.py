@@ -118,6 +118,11 @@ def finished(folder: Path, wanted: str, verify: bool) -> dict[str, Any]:
     """The manifest of a whole corpus in the layout that is wanted: sizes, and with `verify` checksums, are right."""
     manifest = read_manifest(folder)
     if manifest is None:
+        if folder.is_file():
+            raise DataError(
+                f"{folder} is a file, and a corpus is a folder; `fastweights data text --source {folder} --out DIR` "
+                "prepares one from a text"
+            )
         state = "was not finished or is something else" if folder.is_dir() else "does not exist"
         raise DataError(f"there is no corpus in {folder}, which {state}; `fastweights data KIND --out` writes one")
     if layout(manifest) != wanted:
