@@ -13,18 +13,18 @@ from tests.ops.interpreted import INTERPRETED, inside, outside
 
 pytest.importorskip("triton")
 
-CPU, V, D, CUTOFFS = torch.device("cpu"), 61, 6, (9, 17, 50)
-# As shipped, except that a softmax of so few rows is split too.
-SMALL = Config(16, 16, 4, 1, 16, 16, 4, 1, parts=4, least=16)
+CPU, V, D, CUTOFFS = torch.device("cpu"), 23, 3, (4, 9, 17)
+# Tiles so small that a few tokens fill more than one, and a softmax of a few rows is split.
+SMALL = Config(4, 8, 4, 1, 8, 4, 4, 1, parts=4, least=8)
 
 
-def agree(dtype=torch.float64, d=D, tokens=19, words=V, cutoffs=CUTOFFS, targets=None, config=SMALL):
+def agree(dtype=torch.float64, d=D, tokens=6, words=V, cutoffs=CUTOFFS, targets=None, config=SMALL):
     errors = compare(dtype, dtype, d, CPU, tokens, words, cutoffs, targets, config)
     assert all(error < (1e-12 if dtype == torch.float64 else 1e-5) for error in errors.values()), errors
 
 
 @inside
-@pytest.mark.parametrize("cutoffs", [CUTOFFS, (), (1, 2, 60)], ids=str)
+@pytest.mark.parametrize("cutoffs", [CUTOFFS, (), (1, 2, 22)], ids=str)
 def test_softmaxes(cutoffs):
     agree(cutoffs=cutoffs)
 
@@ -32,11 +32,11 @@ def test_softmaxes(cutoffs):
 @inside
 @pytest.mark.parametrize("d", [1, 16, 33])
 def test_sizes(d):
-    agree(d=d, tokens=7)
+    agree(d=d, tokens=3)
 
 
 @inside
-@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("tokens", [1, 4])
 def test_tokens(tokens):
     agree(tokens=tokens)
 
@@ -44,19 +44,19 @@ def test_tokens(tokens):
 @inside
 @pytest.mark.parametrize(
     "words",
-    [range(9), range(17, 50), range(50, 61), [0, 8, 9, 16, 17, 49, 50, 60], [30], [60]],
+    [range(4), range(9, 17), range(17, 23), [0, 3, 4, 8, 9, 16, 17, 22], [12], [22]],
     ids=["head", "largest", "last", "borders", "one word", "last word"],
 )
 def test_wherever_the_targets_fall(words):
-    targets = torch.tensor([words[i % len(words)] for i in range(18)])
-    agree(tokens=18, targets=targets[torch.randperm(18)])
+    targets = torch.tensor([words[i % len(words)] for i in range(9)])
+    agree(tokens=9, targets=targets[torch.randperm(9)])
 
 
 @inside
 @pytest.mark.parametrize("parts", [1, 64])
 def test_parts(parts):
     """Results do not depend on how a softmax is split, nor on tokens that come in many tiles."""
-    agree(tokens=34, words=150, cutoffs=(40, 70), config=SMALL._replace(parts=parts, least=16))
+    agree(tokens=9, words=40, cutoffs=(12, 20), config=SMALL._replace(parts=parts))
 
 
 @inside
@@ -73,10 +73,9 @@ def layer_of(backend, dtype=torch.float64):
 
 
 @inside
-def test_gradcheck(monkeypatch):
-    monkeypatch.setitem(TABLE, torch.float64, {256: SMALL})
+def test_gradcheck():
     layer, hidden = layer_of("fused"), torch.randn(5, D, dtype=torch.float64, requires_grad=True)
-    targets = torch.tensor([0, 8, 9, 20, 60])
+    targets = torch.tensor([0, 3, 4, 10, 22])
     parameters = dict(layer.named_parameters())
 
     def loss(hidden, cluster_weight, bias):
@@ -90,7 +89,7 @@ def test_gradcheck(monkeypatch):
 @inside
 def test_the_layer_takes_it():
     dense, fused = layer_of("dense"), layer_of("fused")
-    hidden, targets = torch.randn(3, 7, D, dtype=torch.float64), torch.randint(V, (3, 7))
+    hidden, targets = torch.randn(2, 3, D, dtype=torch.float64), torch.randint(V, (2, 3))
     torch.testing.assert_close(fused(hidden, targets), dense(hidden, targets))
     with torch.no_grad():
         torch.testing.assert_close(fused(hidden, targets), dense(hidden, targets))
@@ -101,7 +100,7 @@ def test_the_layer_takes_it():
 @inside
 def test_no_word_no_number():
     layer = layer_of("fused")
-    nll = layer(torch.randn(4, D, dtype=torch.float64), torch.tensor([3, -1, V, 60]))
+    nll = layer(torch.randn(4, D, dtype=torch.float64), torch.tensor([3, -1, V, 22]))
     assert nll.isnan().tolist() == [False, True, True, False]
 
 
@@ -113,7 +112,8 @@ def test_very_large_logits():
         layer.weight.mul_(1e4)
         hidden, targets = torch.randn(9, D), torch.randint(V, (9,))
         layer.backend, fused = "dense", layer(hidden, targets)
-        torch.testing.assert_close(fused, layer(hidden, targets))
+        # Logits of 1e4 have three digits behind the point in float32.
+        torch.testing.assert_close(fused, layer(hidden, targets), rtol=1e-6, atol=2e-3)
 
 
 @inside
@@ -121,15 +121,15 @@ def test_as_a_custom_op():
     torch.use_deterministic_algorithms(False)
     layer, hidden = layer_of("fused"), torch.randn(5, D, dtype=torch.float64, requires_grad=True)
     weights = (layer.weight, layer.bias, layer.cluster_weight, layer.cluster_bias)
-    arguments = (hidden, *weights, torch.tensor([0, 8, 9, 20, 60]), list(CUTOFFS), True, list(SMALL))
-    torch.library.opcheck(nll_and_kept, arguments)
+    arguments = (hidden, *weights, torch.tensor([0, 3, 4, 10, 22]), list(CUTOFFS), True)
+    torch.library.opcheck(nll_and_kept, (*arguments, list(configuration(torch.float64, D))))
 
 
 @inside
 def test_compiles_without_graph_breaks():
     torch.use_deterministic_algorithms(False)
-    layer, hidden = layer_of("fused"), torch.randn(8, D, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(V, (8,))
+    layer, hidden = layer_of("fused"), torch.randn(5, D, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(V, (5,))
     leaves = [hidden, *layer.parameters()]
     losses = [run(hidden, targets) for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager"))]
     for ours, theirs in zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in losses), strict=True):

@@ -37,6 +37,34 @@ def altered(variant: Variant, **changes: Any) -> Variant:
     return replace(variant, **{name: value for name, value in changes.items() if name in names})
 
 
+def patch_once_a_launch() -> None:
+    """Have the interpreter patch Triton's language once a launch, not at every call of one device function by another.
+
+    Those calls find it patched already, and doing it again takes more than half of the interpreter's time.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def patch_once(function):
+        modules = frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
+        if modules in patched:
+            return None
+        patched.add(modules)
+        return patch(function)
+
+    def launch_anew(self, *arguments, **options):
+        patched.clear()
+        return launch(self, *arguments, **options)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
+
+
+if INTERPRETED:
+    patch_once_a_launch()
+
+
 @pytest.fixture(autouse=True)
 def poisoned():
     """Memory that nobody wrote reads as NaN."""
