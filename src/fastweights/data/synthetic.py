@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Batch(NamedTuple):
-    """Sequences with their queries and the values to be found, in the order in which `RetrievalModel.loss` takes them.
+    """Sequences with their queries, as `RetrievalModel` takes them, and the values to be found.
 
     None as `keys` or `queries` stands for 0 … S-1 in order, which saves looking them up. `weights` says how much each
     query counts in the mean loss; None stands for 1.

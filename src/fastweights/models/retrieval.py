@@ -33,30 +33,22 @@ class Entry:
     lr: float = 1e-3
 
 
-def _favor(rule: str, m: int) -> Entry:
-    return Entry(rule, "favor", {"m": m})
-
-
-def _dpfp(rule: str, nu: int) -> Entry:
-    return Entry(rule, "dpfp", {"nu": nu})
-
-
 MODELS: dict[int, dict[str, Entry]] = {
     1: {
         "softmax": Entry("softmax"),
         "linear": Entry("sum", "elu"),
-        **{f"favor-{m}": _favor("sum", m) for m in (64, 128, 512)},
-        **{f"dpfp-{nu}": _dpfp("sum", nu) for nu in (1, 2, 3)},
+        **{f"favor-{m}": Entry("sum", "favor", {"m": m}) for m in (64, 128, 512)},
+        **{f"dpfp-{nu}": Entry("sum", "dpfp", {"nu": nu}) for nu in (1, 2, 3)},
     },
     2: {
-        "dpfp-1-sum": _dpfp("sum", 1),
-        "dpfp-1-delta": _dpfp("delta", 1),
-        "dpfp-2-delta": _dpfp("delta", 2),
+        "dpfp-1-sum": Entry("sum", "dpfp", {"nu": 1}),
+        "dpfp-1-delta": Entry("delta", "dpfp", {"nu": 1}),
+        "dpfp-2-delta": Entry("delta", "dpfp", {"nu": 2}),
         "linear-delta": Entry("delta", "elu"),
-        **{f"favor-{m}-delta": _favor("delta", m) for m in (64, 128)},
+        **{f"favor-{m}-delta": Entry("delta", "favor", {"m": m}) for m in (64, 128)},
         # At the learning rate and batch of the others it does not learn; the authors' code has these.
         "schlag2021": Entry("schlag2021", "tanh", batch=128, lr=1e-4),
-        "schlag2021-dpfp": _dpfp("schlag2021", 1),
+        "schlag2021-dpfp": Entry("schlag2021", "dpfp", {"nu": 1}),
     },
 }
 """The paper's models by setting and name."""
@@ -117,17 +109,6 @@ class RetrievalModel(nn.Module):
         self.query_bias = nn.Parameter(uniform(d_key, bound=default_q))
         self.phi.redraw(generator)
 
-    def loss(
-        self,
-        keys: Tensor | None,
-        values: Tensor,
-        queries: Tensor | None,
-        targets: Tensor,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """Compute the mean loss of the queries: `forward`, then `half_squared_error`."""
-        return half_squared_error(self(keys, values, queries), targets, weights)
-
     def forward(self, keys: Tensor | None, values: Tensor, queries: Tensor | None) -> Tensor:
         """Write the pairs and return what each query reads, ŷ (B, Q, S).
 
@@ -151,13 +132,13 @@ class RetrievalModel(nn.Module):
         if self.rule == "softmax":
             return F.scaled_dot_product_attention(q, k, v)
         q, k, beta = self.phi.map(q), self.phi.map(k), gate.sigmoid()
-        if self.rule == "sum":
+        if self.rule == "sum":  # Eqs. 17-19
             z = k.sum(1).unsqueeze(-1)
             return divide(q @ _write(k, v, "sum").W[:, 0], q @ z, self.read_eps)
-        if self.rule == "delta":
+        if self.rule == "delta":  # Eqs. 20-25, sum-normalised by Eq. 29
             q = divide(q, q.sum(-1, keepdim=True), self.read_eps)
             return q @ _write(sum_normalize(k), v, "delta", beta).W[:, 0]
-        # As in the released code the norm is not clipped after the first write, which makes it one of the delta rule.
+        # Sec. 6.1.2. In the released code the norm is not clipped after the first write: a step of the delta rule.
         memory = _write(k[:, :1], v[:, :1], "delta", beta[:, :1])
         if k.shape[1] > 1:
             memory = _write(k[:, 1:], v[:, 1:], self.rule, beta[:, 1:], memory)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastweights.common.tables import look_up
 from fastweights.data.synthetic import Batch, evaluation_batch, training_batches
-from fastweights.models.retrieval import MODELS, Entry, RetrievalModel
+from fastweights.models.retrieval import MODELS, Entry, RetrievalModel, half_squared_error
 from fastweights.models.retrieval_shortcuts import ShortcutRetrievalModel
 
 OnProgress = Callable[["RetrievalConfig", int, float], None]
@@ -158,7 +158,7 @@ class Cell:
     def step(self, batch: Batch) -> Tensor:
         """Take one step of Adam on a mini-batch, and return the loss before it."""
         self.model.phi.redraw(self.generator)
-        loss = self.model.loss(*batch)
+        loss = half_squared_error(self.model(*batch[:3]), *batch[3:])
         self.update(loss)
         return loss.detach()
 
@@ -193,7 +193,7 @@ class Cell:
         else:
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(self.fixed_features[name])
-        return self.model.loss(*batch)
+        return half_squared_error(self.model(*batch[:3]), *batch[3:])
 
 
 def train_cell(config: RetrievalConfig, on_progress: OnProgress | None = None) -> RetrievalResult:
