@@ -51,9 +51,10 @@ class FeatureMap(nn.Module):
         """phi(x) times some positive number of each token, for callers whose results do not depend on it.
 
         Those are queries where what they find is divided by phi(q)·z, and all features that are normalised. A map that
-        may overflow or underflow takes a number with which it does not.
+        may overflow or underflow takes a number with which it does not. At least float32: what is divided by a small
+        sum has gradients for which 16 bits have no room, however small those of x are.
         """
-        return self.map(x)
+        return self.map(x.to(torch.promote_types(x.dtype, torch.float32)))
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """Draw new random features, where there are any, from `generator` or else from PyTorch's own numbers."""

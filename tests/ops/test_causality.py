@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fastweights as fw
+from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.rules import RULES
 from tests.ops.calls import FAMILY, HERE, NORMALIZATIONS, gradients, random_call
 
@@ -133,20 +134,22 @@ def test_an_overflow_ends_where_a_text_starts(backend):
     assert torch.equal(spoilt[1:], clean[1:])
 
 
+@pytest.mark.parametrize("features", [PLAIN, Features.named("dpfp", nu=1, sum=True, logits=True)], ids=["", "dpfp"])
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("rule", FAMILY)
 @pytest.mark.parametrize("backend", HERE)
-def test_padding_may_hold_anything(backend, rule, normalization):
+def test_padding_may_hold_anything(backend, rule, normalization, features):
     """Whatever stands in tokens that the mask leaves out, nothing changes, and its gradient is 0."""
     mask = torch.ones(B, T, dtype=torch.bool)
     mask[ROW, TOKEN:30] = False
     results = []
     for value in (0.5, float("nan")):
         call = random_call(rule, normalization, B, T, H, 4, 3, torch.float32)
+        call.state = random_call(rule, normalization, B, 1, H, features.size(4), 3, torch.float32).state
         for x in (call.q, call.k, call.v, *call.gates.values()):
             x[ROW, TOKEN:30] = value
         call = call.requiring_grad()
-        outputs = call.run(backend, mask=mask)
+        outputs = call.run(backend, mask=mask, features=features)
         results.append([*outputs, *gradients(outputs, call.inputs())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -1,5 +1,6 @@
 """Finite in, finite out: underflow, empty memories, long sequences, low precision."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -7,12 +8,14 @@ import torch
 
 import fastweights as fw
 from fastweights.ops import family
+from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory.variants import TABLE
 from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
 from tests.ops import emulated_kernels
 from tests.ops.calls import (
     FAMILY,
+    HERE,
     NORMALIZATIONS,
     PAIRS,
     gradients,
@@ -199,3 +202,30 @@ def test_a_value_that_no_query_finds_costs_linear_attention_no_digits(dtype, S):
         assert (found - wanted).norm() < 5e-3 * wanted.norm()
     else:
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize("name", ["dpfp", "elu"])
+def test_small_features_in_float16_keep_their_gradients(name, backend):
+    """Features of 1e-6 that are divided by their sum have gradients of 1e6, more than float16 holds."""
+    torch.manual_seed(0)
+    raw = 1e-3 * torch.randn(2, 1, 6, 2, 3) if name == "dpfp" else -14 + torch.rand(2, 1, 6, 2, 3)
+    features = Features.named(name, nu=int(name == "dpfp"), sum=True)
+    exact = [x.half().double() for x in (*raw, torch.randn(1, 6, 2, 4))]
+    found = []
+    for dtype in (torch.float16, torch.float64):
+        inputs = [x.to(dtype).requires_grad_() for x in exact]
+        y, _ = fw.fast_weight_memory(*inputs, rule="sum", normalization="attention", features=features, backend=backend)
+        found.append(torch.autograd.grad(y.double().square().sum(), inputs))
+    assert relative_error(*found) < 0.02
+
+
+def test_small_features_of_a_layer_in_float16_keep_their_gradients():
+    torch.manual_seed(0)
+    layer = fw.FastWeightAttention(8, 2, feature_map="dpfp", normalization="both", rule="sum").half()
+    x = (1e-3 * torch.randn(1, 6, 8)).half()
+    found = []
+    for kind in (layer, copy.deepcopy(layer).double()):
+        y, _ = kind(x.to(kind.out.weight.dtype))
+        found.append(torch.autograd.grad(1e3 * y.double().square().sum(), kind.project.weight))
+    assert relative_error(*found) < 0.02

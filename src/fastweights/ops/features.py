@@ -64,10 +64,13 @@ class Features(NamedTuple):
         return f"d = {d} through {name}{', sum normalised' if self.sum else ''}{', logits' if self.logits else ''}"
 
     def of(self, x: Tensor) -> Tensor:
-        """phi(x), normalised if so."""
-        phi = list(MAPS.values())[self.map]
+        """Return phi(x), divided by its sum where that is asked for, in the dtype of x."""
+        phi, dtype = list(MAPS.values())[self.map], x.dtype
+        if self.sum:
+            # What is divided by a small sum has gradients for which 16 bits have no room, however small those of x are.
+            x = x.to(torch.promote_types(dtype, torch.float32))
         x = phi(x, self.nu) if self.nu else phi(x)
-        return sum_normalize(x) if self.sum else x
+        return sum_normalize(x).to(dtype) if self.sum else x
 
     def gate(self, x: Tensor) -> Tensor:
         """The gate that x is, or that it is the logit of; at least float32."""

@@ -88,6 +88,9 @@ def fast_weight_memory(
     D = features.size(q.shape[3])
     W, z = _initial_state(q, D, v, state, normalization == "attention", cu_seqlens)
     problem = Problem(rule, q, k, v, gates, W, z, cu_seqlens, mask, starts, features, in_place)
+    if mask is not None and features != PLAIN:
+        # Padding may hold anything, and a map of NaN has NaN for a gradient, even where none comes in.
+        problem = _masked(problem, mask)
     # A gate that is still a logit cannot be held open or shut.
     problem = problem if mask is None and starts is None else problem.mapped()
     y, W, z = backends.run(problem if mask is None else _masked(problem, mask), backend)
