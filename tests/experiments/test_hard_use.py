@@ -16,7 +16,7 @@ from fastweights.experiments import EXPERIMENTS
 from fastweights.experiments.engine.experiment import SCALES, Results
 from fastweights.experiments.engine.shape import mismatch
 from fastweights.experiments.engine.store import Store
-from fastweights.report.tables import losses
+from fastweights.report.rows import losses
 from tests.experiments import language_fakes
 from tests.experiments.fakes import Training
 

@@ -6,7 +6,7 @@ import pytest
 
 from fastweights.experiments import EXPERIMENTS
 from fastweights.experiments.beyond import wikipedia
-from fastweights.experiments.engine import language
+from fastweights.experiments.engine import language_tables
 from fastweights.experiments.engine.departures import departures
 from fastweights.experiments.engine.experiment import Results, Selection
 from fastweights.experiments.engine.perplexity import best_of, is_lower
@@ -81,7 +81,7 @@ def test_settings_are_part_of_a_cell():
     assert all(cell.config["training"]["precision"] == "bf16-mixed" for cell in changed)
     assert not {cell.slug for cell in plain} & {cell.slug for cell in changed}
     table = EXPERIMENTS["table3"]
-    assert all(table.own(record(cell, metrics(1.0, 1.0))).slug == cell.slug for cell in changed)
+    assert all(table.cell_of(record(cell, metrics(1.0, 1.0))).slug == cell.slug for cell in changed)
     refused = (({"seed": 3}, "--seeds"), ({"stepps": 3}, "did you mean 'steps'"), ({"mixer": "xl"}, "its own option"))
     for settings, message in refused:
         with pytest.raises(ValueError, match=message):
@@ -94,11 +94,9 @@ def test_the_order_is_part_of_a_cell(monkeypatch):
     table = EXPERIMENTS["wikipedia-fast"]
     config = table.cell("paper", "delta", 128, 1111, context).config
     seen = {}
-    monkeypatch.setattr(
-        "fastweights.training.tasks.language.LanguageTask", lambda *texts, **cutting: seen.update(cutting)
-    )
-    monkeypatch.setattr(language, "corpus_of", lambda config, data: None)
-    language.build(config, None)
+    monkeypatch.setattr(language_tables, "LanguageTask", lambda *texts, **cutting: seen.update(cutting))
+    monkeypatch.setattr(language_tables, "corpus_of", lambda config, data: None)
+    language_tables.build(config, None)
     assert config["order"] == seen["order"] == "shuffled" and seen["seed"] == 1111
     with pytest.raises(ValueError, match="order 'shuffled' leaves none"):
         table.cell("paper", "delta-carried", 128, 1111, context)
@@ -129,9 +127,9 @@ def test_speed_is_judged_at_full_size_only():
 def test_a_record_of_another_kind_is_not_owned():
     cell = cells("table2")[0]
     without = {name: value for name, value in cell.config.items() if name != "corpus"}
-    assert EXPERIMENTS["table2"].own(record(type(cell)(without), {})) is None
+    assert EXPERIMENTS["table2"].cell_of(record(type(cell)(without), {})) is None
     unknown = {**cell.config, "set": {"no_such_field": 1}}
-    assert EXPERIMENTS["table2"].own(record(type(cell)(unknown), {})) is None
+    assert EXPERIMENTS["table2"].cell_of(record(type(cell)(unknown), {})) is None
 
 
 def test_results_of_two_corpora_stay_apart(tmp_path):
@@ -191,9 +189,7 @@ def test_what_others_were_given_is_their_heading(tmp_path):
 
 def test_speed_reads_the_text_as_its_cells_say(monkeypatch):
     seen = {}
-    monkeypatch.setattr(
-        "fastweights.training.tasks.language.LanguageTask", lambda *texts, **cut: seen.update(cut) or 1 / 0
-    )
+    monkeypatch.setattr(speed, "LanguageTask", lambda *texts, **cut: seen.update(cut) or 1 / 0)
     context = {"set": {"order": "shuffled"}, "device": "cpu"}
     config = EXPERIMENTS["speed"].cells("smoke", Selection(models=("delta",)), context)[0].config
     with pytest.raises(ZeroDivisionError):

@@ -14,7 +14,7 @@ from fastweights.experiments.engine.store import Store
 from fastweights.experiments.engine.sweep import sweep
 from fastweights.report.build import build
 from fastweights.report.figures import STYLES, draw
-from fastweights.report.tables import format_seconds, losses, tally
+from fastweights.report.rows import format_seconds, losses, tally
 from tests.experiments.fakes import Training, record
 from tests.experiments.test_store import Silent
 

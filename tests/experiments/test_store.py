@@ -11,7 +11,7 @@ import pytest
 from fastweights.common import provenance
 from fastweights.common.files import write_atomically
 from fastweights.experiments import EXPERIMENTS
-from fastweights.experiments.engine.experiment import BadInput, Cell, Outcome, Selection
+from fastweights.experiments.engine.experiment import BadInput, Cell, CellOutcome, Selection
 from fastweights.experiments.engine.store import FORMAT, Store, assembly
 from fastweights.experiments.engine.sweep import sweep
 from tests.experiments.fakes import Training, record
@@ -67,7 +67,7 @@ def test_results_have_the_documented_form(store, training):
 
 
 def test_not_a_number_is_stored_as_null(store, training):
-    assert Outcome({"a": math.nan, "b": [[1, math.inf], (2, 0.1)]}, 1.0).metrics == {
+    assert CellOutcome({"a": math.nan, "b": [[1, math.inf], (2, 0.1)]}, 1.0).metrics == {
         "a": None,
         "b": [[1, None], [2, 0.1]],
     }
@@ -112,11 +112,11 @@ def test_figures_share_equal_cells(store, training, first, second):
 
 
 def test_force_trains_again_and_sisters_follow(store, training):
-    trained = set()
+    finished = set()
     for experiment in (FIG2, FIG4):
         go(experiment, store)
     for experiment in (FIG4, FIG2):
-        go(experiment, store, force=True, trained=trained)
+        go(experiment, store, force=True, finished=finished)
     assert len(training.trained) == 32, "16 at first, 8 + 8 by force: what one figure forced, the other takes"
     small = Selection(("dpfp-1",))
     loss = record("dpfp-1", 8, 0.25)

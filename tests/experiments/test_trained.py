@@ -15,10 +15,9 @@ from fastweights.commands import progress
 from fastweights.commands import reproduce as commands
 from fastweights.data.prepare import prepare
 from fastweights.experiments import EXPERIMENTS
-from fastweights.experiments.engine import corpus as text
-from fastweights.experiments.engine import language
-from fastweights.experiments.engine.experiment import Request, Results, Setup
-from fastweights.experiments.engine.runner import POINTS, forget_others, measurements
+from fastweights.experiments.engine import corpora, language_tables
+from fastweights.experiments.engine.experiment import Results, Setup, UserInput
+from fastweights.experiments.engine.runner import POINTS, measurements, reset_peak_and_compiler
 from fastweights.training.engine.task import Score
 from tests.experiments.language_fakes import record
 from tests.training.small_text import write_text
@@ -39,7 +38,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _embedded(monkeypatch, corpus):
-    monkeypatch.setattr(text, "_embedded", lambda: corpus)
+    monkeypatch.setattr(corpora, "_embedded", lambda: corpus)
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ def invoke(tmp_path):
 
 
 def cells(name, models, **settings):
-    given = EXPERIMENTS[name].accept("smoke", Request(settings=settings))
+    given = EXPERIMENTS[name].inputs_for("smoke", UserInput(settings=settings))
     found = [cell for cell in EXPERIMENTS[name].cells("smoke", None, given.config) if cell.config["model"] in models]
     return found, given.data
 
@@ -69,9 +68,9 @@ def steady(metrics):
 def whole(corpus, tmp_path_factory):
     """The metrics of two cells that nothing disturbed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "_embedded", lambda: corpus)
+        patch.setattr(corpora, "_embedded", lambda: corpus)
         chosen, data = cells("table4", ("delta-carried", "xl"), steps=8)
-    found = language.run(chosen, setup(tmp_path_factory.mktemp("runs"), data))
+    found = language_tables.run(chosen, setup(tmp_path_factory.mktemp("runs"), data))
     return chosen, data, {cell.slug: outcome.metrics for cell, outcome in found}
 
 
@@ -99,11 +98,13 @@ def test_an_interrupted_cell_goes_on(whole, tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        list(language.run(chosen, setup(tmp_path / "runs", data, interrupt)))
+        list(language_tables.run(chosen, setup(tmp_path / "runs", data, interrupt)))
     started = tmp_path / "runs" / chosen[0].slug
     assert list((started / "checkpoints").glob("step-*5")) and not (tmp_path / "runs" / chosen[1].slug).exists()
     steps = []
-    found = list(language.run(chosen, setup(tmp_path / "runs", data, lambda cell, step, loss: steps.append(step))))
+    found = list(
+        language_tables.run(chosen, setup(tmp_path / "runs", data, lambda cell, step, loss: steps.append(step)))
+    )
     assert steps[0] == 6, "not from the beginning"
     assert {cell.slug: steady(outcome.metrics) for cell, outcome in found} == {
         slug: steady(metrics) for slug, metrics in expected.items()
@@ -126,8 +127,8 @@ def test_an_evaluation_is_not_repeated(whole, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "measure", stopping)
     xl = [cell for cell in chosen if cell.config["model"] == "xl"]
     with pytest.raises(KeyboardInterrupt):
-        list(language.run(xl, setup(tmp_path / "runs", data)))
-    (found,) = language.run(xl, setup(tmp_path / "runs", data, keep=True))
+        list(language_tables.run(xl, setup(tmp_path / "runs", data)))
+    (found,) = language_tables.run(xl, setup(tmp_path / "runs", data, keep=True))
     assert len(calls) == 5, "two texts with two memories, and the one that was stopped"
     assert steady(found[1].metrics) == steady(expected[xl[0].slug])
     assert (tmp_path / "runs" / xl[0].slug / "config.json").exists(), "kept"
@@ -138,7 +139,7 @@ def test_cells_side_by_side(whole, tmp_path):
     chosen, data, expected = whole
     reported = []
     report = lambda cell, step, loss: reported.append((cell.slug, step))  # noqa: E731
-    found = list(language.run(chosen, setup(tmp_path / "runs", data, report, jobs=2)))
+    found = list(language_tables.run(chosen, setup(tmp_path / "runs", data, report, jobs=2)))
     assert {cell.slug: steady(outcome.metrics) for cell, outcome in found} == {
         slug: steady(metrics) for slug, metrics in expected.items()
     }
@@ -161,7 +162,7 @@ def test_leaving_saves_the_cells_under_way(corpus, tmp_path):
             raise Enough
 
     with pytest.raises(Enough):
-        list(language.run(chosen, setup(tmp_path / "runs", data, report, jobs=2)))
+        list(language_tables.run(chosen, setup(tmp_path / "runs", data, report, jobs=2)))
     for cell in chosen:
         assert list((tmp_path / "runs" / cell.slug / "checkpoints").glob("step-*")), "saved before it ended"
 
@@ -173,7 +174,7 @@ def test_a_forced_cell_begins_anew(whole, tmp_path):
     def steps(**options):
         taken = []
         report = lambda cell, step, loss: taken.append(step)  # noqa: E731
-        ((cell, outcome),) = language.run(chosen, setup(tmp_path / "runs", data, report, **options))
+        ((cell, outcome),) = language_tables.run(chosen, setup(tmp_path / "runs", data, report, **options))
         assert steady(outcome.metrics) == steady(expected[cell.slug])
         return sorted(set(taken))
 
@@ -197,7 +198,7 @@ def test_a_peak_that_cannot_be_forgotten(monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "write_text", refuse)
-    forget_others("cpu")
+    reset_peak_and_compiler("cpu")
 
 
 def test_nothing_compiled_is_left_to_the_next_cell():
@@ -211,7 +212,7 @@ def test_nothing_compiled_is_left_to_the_next_cell():
     for _ in range(2):
         work(torch.ones(1))
     assert len(compiled) == 1
-    forget_others("cpu")
+    reset_peak_and_compiler("cpu")
     work(torch.ones(1))
     assert len(compiled) == 2
 
@@ -222,14 +223,14 @@ def test_a_failure_in_a_cell_is_told(corpus, tmp_path):
     chosen, data = cells("table2", ("delta",))
     changed = [type(cell)({**cell.config, "corpus": {**cell.config["corpus"], "fingerprint": "0"}}) for cell in chosen]
     with pytest.raises(BadInput, match="was changed"):
-        list(language.run(changed, setup(tmp_path / "runs", data)))
+        list(language_tables.run(changed, setup(tmp_path / "runs", data)))
     with pytest.raises(BadInput, match="CUDA_VISIBLE_DEVICES=1"):
-        list(language.run(chosen, setup(tmp_path / "runs", data, device="cuda:1")))
+        list(language_tables.run(chosen, setup(tmp_path / "runs", data, device="cuda:1")))
 
 
 def test_divergence_is_a_result(corpus, tmp_path):
     chosen, data = cells("table4", ("linear-carried",), lr=1e38, warmup=0, clip=None)
-    ((cell, outcome),) = language.run(chosen, setup(tmp_path / "runs", data))
+    ((cell, outcome),) = language_tables.run(chosen, setup(tmp_path / "runs", data))
     assert 1 <= outcome.metrics["diverged_at"] <= 4 and "test" not in outcome.metrics
     results = Results([record(cell, outcome.metrics)])
     table = EXPERIMENTS["table4"].table(results)
@@ -298,10 +299,10 @@ def test_a_full_scale_takes_its_corpus_among_several(corpus, monkeypatch, tmp_pa
     from dataclasses import replace
 
     words = json.loads((corpus / "manifest.json").read_text())["vocabulary"]["size"]
-    wanted = replace(text.WIKITEXT2, words=words)
+    wanted = replace(corpora.WIKITEXT2, words=words)
     (tmp_path / "other.txt").write_text("a b c d\n" * 200)
     prepare("text", tmp_path / "other.txt", tmp_path / "other")
-    given = text.take(wanted)("paper", Request((tmp_path / "other", corpus)))
+    given = corpora.make_inputs(wanted)("paper", UserInput((tmp_path / "other", corpus)))
     assert given.data == corpus and given.config["corpus"]["words"] == words
     assert given.config["corpus"]["name"] == "text.txt", "named after the text that was used"
 
@@ -313,7 +314,7 @@ def test_a_name_that_is_not_deserved():
         (False, "wikitext-103-raw", "wikitext-103-raw (not the official corpus)"),
         (False, "text.txt", "text.txt"),
     ):
-        assert text.honest(name, {"official": official}) == expected
+        assert corpora.name_with_warning(name, {"official": official}) == expected
 
 
 @pytest.mark.parametrize(
@@ -354,7 +355,7 @@ def test_embedded_corpus(monkeypatch, tmp_path):
     """The real one, prepared where `train lm` prepares it too."""
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    given = EXPERIMENTS["table2"].accept("small", Request())
+    given = EXPERIMENTS["table2"].inputs_for("small", UserInput())
     assert given.data == Path("data") / "embedded" and given.config["corpus"]["name"] == "Python's documentation"
 
 

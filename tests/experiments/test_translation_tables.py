@@ -11,15 +11,15 @@ from fastweights.data.manifest import DataError
 from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.prepare import prepare
 from fastweights.experiments import EXPERIMENTS
-from fastweights.experiments.engine import translation as table1_cells
+from fastweights.experiments.engine import translation_tables
 from fastweights.experiments.engine.departures import departures
-from fastweights.experiments.engine.experiment import BadInput, Record, Request, Results, Selection
+from fastweights.experiments.engine.experiment import BadInput, Record, Results, Selection, UserInput
 from fastweights.experiments.engine.store import Store
 from fastweights.experiments.engine.sweep import sweep
 from fastweights.experiments.paper.table1 import PAPER
 from fastweights.experiments.paper.table6 import measure
 from fastweights.report.build import build
-from fastweights.report.tables import losses
+from fastweights.report.rows import losses
 from tests.data.corpora import write_wikitext
 from tests.data.pair_files import sentences, write_parallel, write_set
 
@@ -114,7 +114,7 @@ def test_nothing_of_the_validation_is_left_to_a_default():
 def test_pairs_that_only_have_the_name(tmp_path):
     write_parallel(tmp_path / "wmt14")
     prepare("parallel", tmp_path / "wmt14", tmp_path / "pairs", vocab=280)
-    assert table1_cells.identify(tmp_path / "pairs")["name"] == "wmt14, en-de (not the official corpus)"
+    assert translation_tables.identify(tmp_path / "pairs")["name"] == "wmt14, en-de (not the official corpus)"
 
 
 def record(model, valid, test, *, size=1024, seed=1, name="WMT14 en-de"):
@@ -215,15 +215,15 @@ def test_which_pairs_are_taken(tmp_path):
     prepare("wikitext2", tmp_path / "text", tmp_path / "stream", allow_other=True)
     write_parallel(tmp_path / "europarl")
     prepare("parallel", tmp_path / "europarl", tmp_path / "pairs", vocab=280)
-    given = TABLE1.accept("paper", Request((tmp_path / "stream", tmp_path / "pairs"), {"steps": 9}))
+    given = TABLE1.inputs_for("paper", UserInput((tmp_path / "stream", tmp_path / "pairs"), {"steps": 9}))
     assert given.data == tmp_path / "pairs" and given.config["set"] == {"steps": 9}
     corpus = ParallelCorpus.load(tmp_path / "pairs")
     assert given.config["corpus"] == {"name": "europarl, en-de", "pieces": 280, "fingerprint": corpus.fingerprint}
     for folders, message in (((), "needs sentence pairs"), ((tmp_path / "stream",), "stream holds none.*data wmt14")):
         with pytest.raises(BadInput, match=message):
-            TABLE1.accept("paper", Request(folders))
+            TABLE1.inputs_for("paper", UserInput(folders))
     with pytest.raises(BadInput, match="learns to translate number words"):
-        TABLE1.accept("small", Request((tmp_path / "pairs",)))
+        TABLE1.inputs_for("small", UserInput((tmp_path / "pairs",)))
 
 
 class Watcher:
@@ -247,8 +247,8 @@ def test_smoke(tmp_path, monkeypatch):
         prepare("numbers", None, tmp_path / "numbers", pairs=60, held_out=8)
         return tmp_path / "numbers"
 
-    monkeypatch.setattr(table1_cells, "_numbers", numbers)
-    given = TABLE1.accept("smoke", Request())
+    monkeypatch.setattr(translation_tables, "_numbers", numbers)
+    given = TABLE1.inputs_for("smoke", UserInput())
     chosen = TABLE1.cells("smoke", Selection(models=("softmax", "dpfp-2")), given.config)
     store, watcher = Store(tmp_path / "results"), Watcher()
     sweep(TABLE1, chosen, store, watcher, data=given.data, jobs=1)
@@ -287,7 +287,7 @@ def test_the_page_says_what_is_scored_and_what_is_not_the_papers(tmp_path):
     write_set(tmp_path, "newstest2014", sentences(8, 5))
     held_out = {"valid": tmp_path / "newstest2013", "test": tmp_path / "newstest2014"}
     prepare("parallel", tmp_path / "europarl", tmp_path / "pairs", vocab=280, **held_out)
-    corpus = table1_cells.identify(tmp_path / "pairs")
+    corpus = translation_tables.identify(tmp_path / "pairs")
     cell = TABLE1.cell("paper", "linear", 512, 1, {"corpus": corpus, "set": {"norm": "pre", "steps": 2000}})
     told = {"valid": "newstest2013", "test": "newstest2014"}
 
@@ -357,7 +357,7 @@ def test_another_corpus_in_the_same_folder_is_refused(tmp_path):
     prepare("numbers", None, tmp_path, pairs=60, held_out=8)
     config = dict(TABLE1.cell("smoke", "linear", 16, 1, GIVEN).config)
     with pytest.raises(BadInput, match="was changed"):
-        table1_cells.build(config, Path(tmp_path))
+        translation_tables.build(config, Path(tmp_path))
 
 
 def test_d_dot_of_table_6():

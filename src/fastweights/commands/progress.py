@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from fastweights.experiments.engine.experiment import Cell, Experiment, Record
-from fastweights.report.tables import format_loss, format_seconds
+from fastweights.report.rows import format_loss, format_seconds
 
 _SHOWN = 6
 # Without a terminal, seconds until the next line that says what a long cell is doing.

@@ -15,9 +15,9 @@ import typer
 from fastweights.commands.options import AsJson, pick_device, print_json, read_settings, require
 
 if TYPE_CHECKING:
-    from fastweights.experiments.engine.experiment import Cell, Experiment, Request, Selection
+    from fastweights.experiments.engine.experiment import Cell, Experiment, Selection, UserInput
     from fastweights.experiments.engine.store import Store
-    from fastweights.report.build import Chapter
+    from fastweights.report.chapter import Chapter
 
 _MOST = 2**32 - 1
 """Generators of random numbers on a CPU look at 32 bits of a seed."""
@@ -59,7 +59,7 @@ def reproduce(
 
     Every cell is kept as soon as it is trained: the same command goes on where an interrupted one stopped.
     """
-    from fastweights.experiments.engine.experiment import Request
+    from fastweights.experiments.engine.experiment import UserInput
     from fastweights.experiments.engine.sweep import sweep
 
     with _input_errors():
@@ -76,17 +76,17 @@ def reproduce(
             raise ValueError(f"--jobs must be at least 1, got {jobs}")
         require("matplotlib", *(package for experiment in experiments for package in experiment.needs))
         _check(store)
-        request = Request(tuple(data or ()), device=device)
+        request = UserInput(tuple(data or ()), device=device)
         plans = _plans(experiments, scale, selection, request, settings or [])
         store.check_writable()
     from fastweights.commands.progress import Display
 
-    trained: set[str] = set()
-    means: dict[str, Any] = {"device": device, "jobs": jobs, "keep": keep_runs, "force": force, "trained": trained}
+    finished: set[str] = set()
+    how: dict[str, Any] = {"device": device, "jobs": jobs, "keep": keep_runs, "force": force, "finished": finished}
     with _file_errors(), _input_errors(), Display(_console(), sum(len(cells) for _, cells, _ in plans)) as display:
         try:
             for experiment, cells, folder in plans:
-                sweep(experiment, cells, store, display, data=folder, **means)
+                sweep(experiment, cells, store, display, data=folder, **how)
         except KeyboardInterrupt:
             further = "The same command goes on from there"
             if force:
@@ -208,7 +208,7 @@ def _numbers(text: str | None, option: str, least: int) -> tuple[int, ...] | Non
 
 
 def _plans(
-    experiments: Sequence[Experiment], scale: str, selection: Selection, request: Request, settings: list[str]
+    experiments: Sequence[Experiment], scale: str, selection: Selection, request: UserInput, settings: list[str]
 ) -> list[tuple[Experiment, list[Cell], Path | None]]:
     """The cells of each experiment that has any, and where its data lie; nothing is trained before all are known."""
     from fastweights.experiments.engine.experiment import BadInput
@@ -217,7 +217,7 @@ def _plans(
     for experiment in experiments:
         if experiment not in chosen:
             _say(f"{experiment.name}: nothing to run for this selection, skipped")
-    takers = [experiment for experiment in chosen if experiment.take]
+    takers = [experiment for experiment in chosen if experiment.make_inputs]
     for option, present in (("--data", request.data), ("--set", settings)):
         if present and not takers:
             names = ", ".join(experiment.name for experiment in chosen)
@@ -225,8 +225,8 @@ def _plans(
     plans = []
     for experiment in chosen:
         try:
-            values = read_settings(experiment.fields(), settings, {}) if experiment.fields else {}
-            given = experiment.accept(scale, replace(request, settings=values))
+            values = read_settings(experiment.fields, settings, {}) if experiment.fields else {}
+            given = experiment.inputs_for(scale, replace(request, settings=values))
             plans.append((experiment, experiment.cells(scale, selection, given.config), given.data))
         except (BadInput, ValueError) as error:
             raise ValueError(f"{experiment.name}: {error}") from None
@@ -266,7 +266,7 @@ def _print_list(store: Store) -> None:
     from rich.table import Table
 
     from fastweights.experiments.engine.experiment import SCALES
-    from fastweights.report.tables import format_seconds
+    from fastweights.report.rows import format_seconds
 
     table = Table("name", "what", *(f"at scale {scale}" for scale in SCALES), "results", pad_edge=False, box=None)
     for row in _list(store):

@@ -1,7 +1,11 @@
-"""The paper's figures and tables, one file each. To add one, write its file and add it here."""
+"""The paper's figures and tables, and experiments beyond it, one file each.
+
+An experiment is a file with an `EXPERIMENT`. Those of the package are listed here, in the order of the page; a file of
+your own calls `register_experiment` itself.
+"""
 
 from fastweights.experiments.beyond import wikipedia, wikipedia_fast, wikitext2
-from fastweights.experiments.engine.experiment import Experiment
+from fastweights.experiments.engine.register import EXPERIMENTS, load_experiments, register_experiment
 from fastweights.experiments.paper import (
     fig1_dpfp,
     fig2_capacity,
@@ -17,7 +21,10 @@ from fastweights.experiments.paper import (
     table6,
 )
 
+__all__ = ["EXPERIMENTS", "load_experiments", "register_experiment"]
+
 _FIGURES = (fig1_dpfp, fig2_capacity, fig3_update_rules, fig4_curves600, fig5_capacity2)
 _TABLES = (table1, table2, table3, table4, table5, table6, wikitext2, wikipedia, wikipedia_fast, speed)
 
-EXPERIMENTS: dict[str, Experiment] = {file.EXPERIMENT.name: file.EXPERIMENT for file in (*_FIGURES, *_TABLES)}
+for _module in (*_FIGURES, *_TABLES):
+    register_experiment(_module.EXPERIMENT)

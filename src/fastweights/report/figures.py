@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fastweights.experiments.engine.experiment import Experiment, Results
 from fastweights.experiments.engine.retrieval import d_dot
 
@@ -89,7 +91,8 @@ _SURFACES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 def draw(experiment: Experiment, results: Results) -> dict[str, bytes]:
     """The figure as files: {"svg": ..., "png": ...}, the same bytes for the same results."""
     with _canvas() as figure:
-        KINDS[experiment.plot.kind](figure, experiment, results)
+        kind = experiment.plot.kind
+        (KINDS[kind] if isinstance(kind, str) else kind)(figure, experiment, results)
         return {kind: _save(figure, kind) for kind in ("svg", "png")}
 
 
@@ -255,8 +258,6 @@ def conversion(figure: Figure, experiment: Experiment, results: Results) -> None
 
 def surfaces(figure: Figure, experiment: Experiment, results: Results) -> None:
     """The components of phi over the plane, each over the part of it where it is not zero."""
-    import numpy as np
-
     metrics = results.records[0].metrics
     axis = np.array(metrics["axis"])
     axes: Any = figure.add_subplot(projection="3d")
@@ -279,8 +280,6 @@ def surfaces(figure: Figure, experiment: Experiment, results: Results) -> None:
 
 def _support(present: Any) -> Any:
     """Indices of the part that is present, with one more on each side, where the surface comes down to zero."""
-    import numpy as np
-
     return np.flatnonzero(np.convolve(present, [1, 1, 1], "same"))
 
 
@@ -313,9 +312,9 @@ def _legend(figure: Figure) -> None:
 
 
 def _series(experiment: Experiment, results: Results) -> Iterator[tuple[str, Style, str]]:
-    for model, label in experiment.models.items():
+    for number, (model, label) in enumerate(experiment.models.items()):
         if results.of(model):
-            yield model, STYLES.get(model, Style("#4b5563", "o")), _subscripts(label)
+            yield model, STYLES.get(model, list(STYLES.values())[number % len(STYLES)]), _subscripts(label)
 
 
 def _subscripts(text: str) -> str:

@@ -6,14 +6,12 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastweights.experiments.engine.departures import departures
-from fastweights.experiments.engine.experiment import SCALES, Claim, Table, given_of
-from fastweights.report.tables import format_seconds, losses, tally
-
-if TYPE_CHECKING:
-    from fastweights.report.build import Chapter
+from fastweights.experiments.engine.experiment import SCALES, Claim, Table, inputs_of
+from fastweights.report.chapter import Chapter
+from fastweights.report.rows import format_seconds, losses, tally
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --line: #d9dee4; --paper: #ffffff; --card: #f6f8fa;
@@ -158,7 +156,7 @@ def _difference(chapter: Chapter, shown: Chapter) -> str:
 
 def _given(chapter: Chapter) -> dict[str, str]:
     """What all cells of a chapter were given, each thing by its name."""
-    given = given_of(chapter.results.records[0].config, chapter.experiment.given)
+    given = inputs_of(chapter.results.records[0].config, chapter.experiment.inputs)
     settings = {name: json.dumps(value) for name, value in given.pop("set", {}).items()}
     corpus = given.pop("corpus", None)
     text = {"text": f"{corpus['name']} ({corpus['fingerprint']})"} if corpus else {}
@@ -186,7 +184,7 @@ def _table(chapter: Chapter) -> str:
 
 def _trained_on(chapter: Chapter) -> str:
     """Which text the numbers are of; the paper's are never compared with ours without it."""
-    records, theirs = chapter.results.records, chapter.experiment.text
+    records, theirs = chapter.results.records, chapter.experiment.paper_corpus
     corpora = [record.config["corpus"]["name"] for record in records if "corpus" in record.config]
     if not corpora:
         return ""
@@ -211,13 +209,14 @@ def _figure(chapter: Chapter) -> str:
     assert chapter.svg is not None
     source = base64.b64encode(chapter.svg).decode()
     plot = experiment.plot
+    form = plot.kind if isinstance(plot.kind, str) else ""
     models = ", ".join(label for model, label in experiment.models.items() if results.of(model))
     verdicts = "; ".join(f"{claim.text}: {claim.ours}" for claim in chapter.claims)
-    drawn = {"surfaces": "Surface plot", "scatter": "Scatter plot", "bars": "Bar chart"}.get(plot.kind, "Line plot")
+    drawn = {"surfaces": "Surface plot", "scatter": "Scatter plot", "bars": "Bar chart"}.get(form, "Line plot")
     axes = f" of {plot.y_label} over {plot.x_label}" if plot.y_label else f" of {plot.x_label}"
-    axes = "" if plot.kind == "surfaces" else axes
+    axes = "" if form == "surfaces" else axes
     alt = f"{drawn}{axes} for {models}." + (f" {verdicts}." if verdicts else "")
-    kind = _DRAWN.get(plot.kind, "").format(loss=results.loss.split("_")[0])
+    kind = _DRAWN.get(form, "").format(loss=results.loss.split("_")[0])
     seeds = len({record.config["seed"] for record in results.records})
     spread = f"mean and range over {seeds} seeds" if seeds > 1 else ""
     caption = "; ".join(part for part in (experiment.title, f"scale {chapter.scale}", kind, spread) if part)

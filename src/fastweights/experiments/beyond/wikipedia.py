@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fastweights.experiments.engine import language, perplexity
+from fastweights.experiments.engine import language_tables, perplexity
 from fastweights.experiments.engine.experiment import Claim, Results
-from fastweights.experiments.engine.language import Language
+from fastweights.experiments.engine.language_tables import LanguageScale
 from fastweights.experiments.engine.perplexity import Pair, Shown, best_of, lower, show_pair
 from fastweights.experiments.paper import table2, table3, table4, table5
 
-RULES = language.labels("transformer", "linear", "delta", "performer", "performer-delta", "dpfp-1", "dpfp-1-delta")
+RULES = language_tables.labels(
+    "transformer", "linear", "delta", "performer", "performer-delta", "dpfp-1", "dpfp-1-delta"
+)
 ABLATION = {name: f"Delta Network, {label}" for name, label in table3.LABELS.items() if name not in RULES}
 CARRIED = {name: f"{table4.LABELS[name]}, carried context" for name in ("linear-carried", "delta-carried")}
 LABELS = {**RULES, **ABLATION, **CARRIED}
@@ -28,7 +30,7 @@ MEDIUM: dict[str, Shown] = {
 }
 PAPER: dict[int, Mapping[str, Shown]] = {128: SMALL, 256: MEDIUM}
 # Five passes over 104 million words in steps of 96 x 256.
-FULL = Language(presets={128: "small"}, settings={"steps": 21_000, "precision": "bf16-mixed"}, stride=8)
+FULL = LanguageScale(presets={128: "small"}, settings={"steps": 21_000, "precision": "bf16-mixed"}, stride=8)
 COSTS = {
     "smoke": "5 s",
     "small": "6 min on 2 cores",
@@ -85,8 +87,8 @@ def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return perplexity.entry(PAPER.get(config["size"], {}).get(config["model"]))
 
 
-SCALES = language.scales((128,), COSTS, FULL, NOTE)
-EXPERIMENT = language.experiment(
+SCALES = language_tables.scales((128,), COSTS, FULL, NOTE)
+EXPERIMENT = language_tables.experiment(
     name="wikipedia",
     title="Small configuration with a small part of the training",
     where="not in the paper; in the manner of Tables 2 to 5",

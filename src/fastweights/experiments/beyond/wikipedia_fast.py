@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastweights.experiments.beyond import wikipedia
-from fastweights.experiments.engine import language, perplexity
+from fastweights.experiments.engine import language_tables, perplexity
 
 FULL = replace(wikipedia.FULL, presets={128: "small-fast"})
 NOTE = (
@@ -17,13 +17,13 @@ NOTE = (
 )
 SMALL_NOTE = "At this scale the recipe is that of all tables."
 
-EXPERIMENT = language.experiment(
+EXPERIMENT = language_tables.experiment(
     name="wikipedia-fast",
     title="Small configuration with a faster recipe",
     where="not in the paper; in the manner of Tables 2 to 5",
     statement=wikipedia.STATEMENT,
     models=wikipedia.LABELS,
-    scales=language.scales((128,), wikipedia.COSTS, FULL, NOTE, SMALL_NOTE),
+    scales=language_tables.scales((128,), wikipedia.COSTS, FULL, NOTE, SMALL_NOTE),
     claims=wikipedia.claims,
     paper=wikipedia.paper,
     table=perplexity.table(wikipedia.LABELS, wikipedia.PAPER),

@@ -7,16 +7,16 @@ and 3.5 epochs cannot tell models apart that are a few per cent from each other.
 
 from __future__ import annotations
 
-from fastweights.experiments.engine import language, perplexity
-from fastweights.experiments.engine.corpus import WIKITEXT2
+from fastweights.experiments.engine import language_tables, perplexity
+from fastweights.experiments.engine.corpora import WIKITEXT2
 from fastweights.experiments.engine.experiment import Claim, Results
-from fastweights.experiments.engine.language import Language
+from fastweights.experiments.engine.language_tables import LanguageScale
 from fastweights.experiments.engine.perplexity import best_of, lower, show_pair
 from fastweights.experiments.paper import table2, table5
 
-LABELS = language.labels("transformer", "linear", "delta", "dpfp-1-delta")
-FULL = Language(presets={128: "tiny"}, settings={"steps": 3600}, stride=64)
-SCALES = language.scales(
+LABELS = language_tables.labels("transformer", "linear", "delta", "dpfp-1-delta")
+FULL = LanguageScale(presets={128: "tiny"}, settings={"steps": 3600}, stride=64)
+SCALES = language_tables.scales(
     (128,),
     {"smoke": "2 s", "small": "1 min on 2 cores", "code": "1 h on 2 cores", "paper": "1 h on 2 cores"},
     FULL,
@@ -60,7 +60,7 @@ def claims(results: Results) -> list[Claim]:
     ]
 
 
-EXPERIMENT = language.experiment(
+EXPERIMENT = language_tables.experiment(
     name="wikitext2",
     title="Small language models on WikiText-2",
     where="not in the paper; in the manner of Table 2",
@@ -69,5 +69,5 @@ EXPERIMENT = language.experiment(
     scales=SCALES,
     claims=claims,
     table=perplexity.table(LABELS, {}),
-    text=WIKITEXT2,
+    corpus=WIKITEXT2,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fastweights.experiments.engine.experiment import Experiment, Record, given_of
+from fastweights.experiments.engine.experiment import Experiment, Record, inputs_of
 
 _SAID_ELSEWHERE = ("size", "corpus", "set")
 """Entries of a configuration that other entries say in full."""
@@ -31,13 +31,13 @@ def departures(experiment: Experiment, records: Sequence[Record]) -> dict[str, t
 
 
 def _departures(experiment: Experiment, record: Record) -> dict[str, tuple[Any, Any]]:
-    config, given = record.config, given_of(record.config, experiment.given)
+    config, given = record.config, inputs_of(record.config, experiment.inputs)
     place = (config["scale"], config["model"], config["size"], config["seed"])
     unchanged = {**given, "set": {}} if "set" in given else given
-    theirs = dict(_leaves((experiment.protocol or experiment.configure)(*place, **unchanged)))
+    theirs = dict(_leaves((experiment.configure_as_paper or experiment.configure)(*place, **unchanged)))
     found: dict[str, tuple[Any, Any]] = {}
-    if experiment.text and "corpus" in given:
-        found["text"] = (given["corpus"]["name"], experiment.text)
+    if experiment.paper_corpus and "corpus" in given:
+        found["text"] = (given["corpus"]["name"], experiment.paper_corpus)
     for path, value in _leaves(config):
         if path[0] not in _SAID_ELSEWHERE:
             found[path[-1]] = (value, theirs.get(path, DEFAULT))

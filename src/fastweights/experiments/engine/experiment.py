@@ -14,12 +14,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastweights.experiments.engine.shape import Shape
-
-if TYPE_CHECKING:
-    from fastweights.training.engine.config import Fields
+from fastweights.training.engine.config import Fields
 
 SCALES = {
     "smoke": "a few steps of each cell, to see that everything runs; its numbers mean nothing",
@@ -52,7 +50,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellOutcome:
     """What running a cell gave, as JSON can hold it: NaN and infinities are None, losses have seven digits."""
 
     metrics: Mapping[str, Any]
@@ -75,7 +73,7 @@ def storable(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record(Outcome):
+class Record(CellOutcome):
     """A cell that has been run, and what it was run with."""
 
     config: Mapping[str, Any]
@@ -134,9 +132,9 @@ class Results:
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """The figure's form: its kind (a drawing function of the report) and axes."""
+    """The figure's form: its kind (one that the report can draw, or a function that draws it) and its axes."""
 
-    kind: str
+    kind: str | Callable[[Any, Experiment, Results], None]
     x_label: str = ""
     y_label: str = ""
     log_y: bool = False
@@ -181,7 +179,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Request:
+class UserInput:
     """What the command line gives an experiment beside the selection: folders of data, fields to change, the device."""
 
     data: tuple[Path, ...] = ()
@@ -190,15 +188,15 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Given:
-    """What an experiment makes of a `Request`: entries of every cell's configuration, and where the data lie."""
+class Inputs:
+    """What an experiment makes of a `UserInput`: entries of every cell's configuration, and where the data lie."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     data: Path | None = None
 
 
 Progress = Callable[[Cell, int, float], None]
-Outcomes = Generator[tuple[Cell, Outcome], None, None]
+CellOutcomes = Generator[tuple[Cell, CellOutcome], None, None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +206,7 @@ class Setup:
     Args:
         jobs: cells at once; None for as many as suit the device.
         folder: for what an interrupted cell leaves to go on from.
-        data: as in `Given`.
+        data: as in `Inputs`.
         keep: leave the folders of finished cells, with their weights.
         force: begin every cell anew, also where an earlier command left a part of it.
     """
@@ -236,9 +234,9 @@ class Experiment:
         run: runs cells and yields each with its outcome as it finishes.
         claims: judges the results.
         table: the results in the form of the paper's table.
-        take: makes what is `given` out of a `Request` at a scale; None for an experiment that takes nothing.
-        given: names of the entries of `config` that `take` decides. A record keeps its own.
-        fields: loads what the settings of a `Request` can be and their types; None where there are none.
+        make_inputs: makes the inputs of a scale from a `UserInput`; None for an experiment that has none.
+        inputs: names of the entries of `config` that `make_inputs` decides. A record keeps its own.
+        fields: what the settings of a `UserInput` can be and their types; None where there are none.
         needs: packages beside PyTorch that its cells are run with.
         stored: shape of `config` and `metrics` that a stored cell needs to be shown.
         text: what the paper's models were trained and scored on, where ours can be on something else.
@@ -255,18 +253,18 @@ class Experiment:
     models: Mapping[str, str]
     scales: Mapping[str, Scale]
     configure: Callable[..., Mapping[str, Any]]
-    run: Callable[[Sequence[Cell], Setup], Outcomes]
+    run: Callable[[Sequence[Cell], Setup], CellOutcomes]
     claims: Callable[[Results], list[Claim]]
     plot: Plot
-    protocol: Callable[..., Mapping[str, Any]] | None = None
+    configure_as_paper: Callable[..., Mapping[str, Any]] | None = None
     paper: Callable[[Mapping[str, Any]], Any] = lambda config: None
     table: Callable[[Results], Table] | None = None
-    take: Callable[[str, Request], Given] | None = None
-    given: tuple[str, ...] = ()
-    fields: Callable[[], Fields] | None = None
+    make_inputs: Callable[[str, UserInput], Inputs] | None = None
+    inputs: tuple[str, ...] = ()
+    fields: Fields | None = None
     needs: tuple[str, ...] = ()
     stored: Shape = field(default_factory=dict)
-    text: str = ""
+    paper_corpus: str = ""
     measure: str = "Perplexities"
     size_name: str = "S"
     fixed_sizes: bool = False
@@ -288,9 +286,9 @@ class Experiment:
         seeds = at.seeds if chosen.seeds is None else chosen.seeds
         return [(model, size, seed) for seed in seeds for size in sizes for model in models]
 
-    def accept(self, scale: str, request: Request) -> Given:
+    def inputs_for(self, scale: str, request: UserInput) -> Inputs:
         """What the experiment takes of a request; BadInput or ValueError for what it cannot work with."""
-        return self.take(scale, request) if self.take else Given()
+        return self.make_inputs(scale, request) if self.make_inputs else Inputs()
 
     def cell(self, scale: str, model: str, size: int, seed: int, given: Mapping[str, Any] | None = None) -> Cell:
         config = self.configure(scale, model, size, seed, **(given or {}))
@@ -301,24 +299,24 @@ class Experiment:
     ) -> list[Cell]:
         return [self.cell(scale, *place, given) for place in self.grid(scale, selection)]
 
-    def own(self, record: Record) -> Cell | None:
+    def cell_of(self, record: Record) -> Cell | None:
         """The cell this record belongs to, or None where it is of another experiment or of an older configuration."""
         config = record.config
         if config["model"] not in self.models or config["scale"] not in self.scales:
             return None
         if self.fixed_sizes and config["size"] not in self.scales[config["scale"]].sizes:
             return None
-        if not set(self.given) <= config.keys():
+        if not set(self.inputs) <= config.keys():
             return None
         place = (config["scale"], config["model"], config["size"], config["seed"])
         try:
-            cell = self.cell(*place, given_of(config, self.given))
+            cell = self.cell(*place, inputs_of(config, self.inputs))
         except (ValueError, TypeError, KeyError, AttributeError):
             # Settings that this version refuses, or entries that were changed by hand.
             return None
         return cell if cell.slug == record.slug else None
 
 
-def given_of(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def inputs_of(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The entries of those names."""
     return {name: config[name] for name in names}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastweights.experiments.engine.corpus import SPLITS
+from fastweights.experiments.engine.corpora import SPLITS
 from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Record, Results, Table
 
 Pair = tuple[float, float]

@@ -11,9 +11,9 @@ from fastweights.common import provenance
 from fastweights.experiments.engine.experiment import (
     NOT_RUN,
     Cell,
+    CellOutcome,
+    CellOutcomes,
     Claim,
-    Outcome,
-    Outcomes,
     Results,
     Scale,
     Setup,
@@ -78,7 +78,7 @@ def configure(setting: int, scales: Mapping[str, Scale]) -> Callable[[str, str, 
     return config
 
 
-def run(cells: Sequence[Cell], setup: Setup) -> Outcomes:
+def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
     """Train the cells, each yielded as it finishes."""
     known_only_here = ("scale", "rule")
     by_config = {
@@ -94,7 +94,7 @@ def run(cells: Sequence[Cell], setup: Setup) -> Outcomes:
     jobs = setup.jobs or (8 if setup.device.startswith("cuda") else provenance.cores())
     for config, result in train(configs, device=setup.device, jobs=jobs, on_progress=progress):
         metrics = {name: getattr(result, name) for name in ("last_loss", "best_loss", "steps", "stopped", "curve")}
-        yield by_config[config], Outcome(metrics, result.wall_s)
+        yield by_config[config], CellOutcome(metrics, result.wall_s)
 
 
 def d_dot(config: Mapping[str, Any]) -> int | None:

@@ -23,17 +23,24 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
+from rich.console import Console
 
 from fastweights.common import provenance
-from fastweights.experiments.engine.experiment import BadInput, Cell, Outcome, Outcomes, Setup
+from fastweights.experiments.engine.experiment import BadInput, Cell, CellOutcome, CellOutcomes, Setup
 from fastweights.experiments.engine.shape import CURVE, Shape
+from fastweights.training.engine.config import Fields, TrainingConfig
+from fastweights.training.engine.diagnosis import Diverged
+from fastweights.training.engine.loop import train
+from fastweights.training.engine.task import Score, Task
+from fastweights.training.runs.checkpoint import CheckpointError
+from fastweights.training.runs.folder import RunError
+from fastweights.training.runs.log import read_log
+from fastweights.training.runs.signals import Interrupted
 
-if TYPE_CHECKING:
-    from fastweights.training.engine.config import Fields, TrainingConfig
-    from fastweights.training.engine.task import Score, Task
-
-Config = Mapping[str, Any]
+CellConfig = Mapping[str, Any]
 Report = Callable[[int, float], None]
 OWN_OPTIONS = {"seed": "--seeds", **dict.fromkeys(("accelerator", "devices", "nodes", "strategy"), "--device")}
 """Fields of every training that are not for --set, and the option that decides each."""
@@ -53,8 +60,8 @@ class Trainable:
         score: the metrics of the run in a folder once it is trained (configuration, run, data, device).
     """
 
-    build: Callable[[Config, Path | None], tuple[Task, TrainingConfig]]
-    score: Callable[[Config, Path, Path | None, str], Mapping[str, Any]]
+    build: Callable[[CellConfig, Path | None], tuple[Task, TrainingConfig]]
+    score: Callable[[CellConfig, Path, Path | None, str], Mapping[str, Any]]
 
 
 def stored(corpus: Mapping[str, Shape], scores: Mapping[str, Shape]) -> Shape:
@@ -64,18 +71,16 @@ def stored(corpus: Mapping[str, Shape], scores: Mapping[str, Shape]) -> Shape:
     return {"config": config, "metrics": lambda metrics: every if "diverged_at" in metrics else {**every, **scores}}
 
 
-def runner(kind: Trainable) -> Callable[[Sequence[Cell], Setup], Outcomes]:
+def runner(kind: Trainable) -> Callable[[Sequence[Cell], Setup], CellOutcomes]:
     """The `Experiment.run` of such cells.
 
     On a CPU as many cells as there are cores are trained at once, with a thread each, which for small models does more
     than all threads on one; on a GPU one at a time.
     """
 
-    def run(cells: Sequence[Cell], setup: Setup) -> Outcomes:
-        from fastweights.training.runs.folder import RunError
-
+    def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
         jobs = min(len(cells), setup.jobs or (1 if setup.device.startswith("cuda") else provenance.cores()))
-        outcomes = _one_by_one(kind, cells, setup) if jobs == 1 else _at_once(kind, cells, setup, jobs)
+        outcomes = _one_by_one(kind, cells, setup) if jobs == 1 else _in_processes(kind, cells, setup, jobs)
         try:
             for cell, outcome in outcomes:
                 yield cell, outcome
@@ -94,19 +99,12 @@ def runner(kind: Trainable) -> Callable[[Sequence[Cell], Setup], Outcomes]:
 
 
 def train_cell(
-    kind: Trainable, config: Config, folder: Path, data: Path | None, device: str, report: Report
+    kind: Trainable, config: CellConfig, folder: Path, data: Path | None, device: str, report: Report
 ) -> tuple[dict[str, Any], float]:
     """Train and score one cell, or go on with it: its metrics, and the seconds it took over all stretches."""
-    from rich.console import Console
-
-    from fastweights.training.engine.diagnosis import Diverged
-    from fastweights.training.engine.loop import train
-    from fastweights.training.runs.checkpoint import CheckpointError
-    from fastweights.training.runs.log import read_log
-
-    here = means(device, config)
+    here = local_settings(device, config)
     task, training = kind.build(config, data)
-    forget_others(device)
+    reset_peak_and_compiler(device)
     training = replace(training, **here)
     about = {"data": str(data.resolve())} if data else {}
     diverged = None
@@ -146,10 +144,8 @@ def measurements(records: Sequence[Mapping[str, Any]], score: Score) -> dict[str
     }
 
 
-def means(device: str, config: Config) -> dict[str, Any]:
+def local_settings(device: str, config: CellConfig) -> dict[str, Any]:
     """Where and how the loop runs here, and what the cell's settings say of it; fields that change no result."""
-    from fastweights.training.engine.config import TrainingConfig
-
     kind, _, number = device.partition(":")
     if number not in ("", "0"):
         raise BadInput(f"models are trained on the first GPU, not on {device}; set CUDA_VISIBLE_DEVICES={number}")
@@ -166,22 +162,18 @@ def check_settings(fields: Fields, settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is not for --set: it follows from {OWN_OPTIONS[name]}")
 
 
-def training_of(config: Config, **more: Any) -> TrainingConfig:
+def training_of(config: CellConfig, **more: Any) -> TrainingConfig:
     """The training of a cell, in whose configuration, as JSON has it, tuples are lists."""
-    from fastweights.training.engine.config import TrainingConfig
-
     values = {**config["training"], **more}
     return TrainingConfig(**{**values, "betas": tuple(values["betas"])})
 
 
-def forget_others(device: str) -> None:
+def reset_peak_and_compiler(device: str) -> None:
     """Let this cell be as if it were the first: the peak of memory its own, and nothing compiled.
 
     `torch.compile` gives up on a function, without a word, after eight versions of it, and every model is another. The
     peak is that of the GPU, and on Linux that of the process.
     """
-    import torch
-
     # Loaded by whatever compiles first, in a second or two.
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
@@ -219,9 +211,7 @@ def _folder(cell: Cell, setup: Setup) -> Path:
     return folder
 
 
-def _one_by_one(kind: Trainable, cells: Sequence[Cell], setup: Setup) -> Outcomes:
-    from fastweights.training.runs.signals import Interrupted
-
+def _one_by_one(kind: Trainable, cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
     for cell in cells:
 
         def report(step: int, loss: float, cell: Cell = cell) -> None:
@@ -233,10 +223,10 @@ def _one_by_one(kind: Trainable, cells: Sequence[Cell], setup: Setup) -> Outcome
             if stop.code == 128 + signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise
-        yield cell, Outcome(*result)
+        yield cell, CellOutcome(*result)
 
 
-def _at_once(kind: Trainable, cells: Sequence[Cell], setup: Setup, jobs: int) -> Outcomes:
+def _in_processes(kind: Trainable, cells: Sequence[Cell], setup: Setup, jobs: int) -> CellOutcomes:
     """`jobs` processes, each with its share of the cores; none outlives this generator."""
     # A fork would inherit PyTorch's threads in whatever state they are.
     context = multiprocessing.get_context("spawn")
@@ -270,7 +260,7 @@ def _at_once(kind: Trainable, cells: Sequence[Cell], setup: Setup, jobs: int) ->
                 if waiting:
                     working[ours] = waiting.pop(0)
                     ours.send((working[ours].config, _folder(working[ours], setup)))
-                yield cell, Outcome(*content)
+                yield cell, CellOutcome(*content)
     finally:
         for worker, _ in workers:
             # A run that is asked to stop saves first.
@@ -283,10 +273,6 @@ def _at_once(kind: Trainable, cells: Sequence[Cell], setup: Setup, jobs: int) ->
 
 
 def _work(pipe: Connection[Any, Any], kind: Trainable, data: Path | None, device: str, threads: int) -> None:
-    import torch
-
-    from fastweights.training.runs.folder import RunError
-
     # Ctrl-C is for the process that started this one, which then asks it to stop, once.
     if hasattr(os, "setsid"):
         os.setsid()

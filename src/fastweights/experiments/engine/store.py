@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastweights.common.files import write_atomically
-from fastweights.experiments.engine.experiment import SCALES, BadInput, Experiment, Record, given_of
+from fastweights.data.manifest import DataError, fingerprint, finished, layout, read_manifest, sets
+from fastweights.experiments.engine.experiment import SCALES, BadInput, Experiment, Record, inputs_of
 from fastweights.experiments.engine.shape import Shape, mismatch
 
 FORMAT = 1
@@ -40,7 +41,7 @@ class Assembled(NamedTuple):
 
     scale: str
     records: list[Record]
-    given: dict[str, Any]
+    inputs: dict[str, Any]
     unreadable: list[str]
 
 
@@ -125,12 +126,12 @@ class Store:
         found: dict[str, list[Record]] = {}
         corpora = self.corpora()
         for record in self.known(experiment.name).values():
-            cell = experiment.own(record) if record.config["scale"] == scale else None
+            cell = experiment.cell_of(record) if record.config["scale"] == scale else None
             if cell is not None and self.is_complete(experiment, record):
                 record = _completed(record, cell.paper, corpora)
                 found.setdefault(_given(record, experiment), []).append(record)
         assembled = self.assembled(experiment.name)
-        shown = _key(assembled.given) if assembled is not None and assembled.scale == scale else None
+        shown = _key(assembled.inputs) if assembled is not None and assembled.scale == scale else None
         models = list(experiment.models)
         order = lambda r: (models.index(r.config["model"]), r.config["size"], r.config["seed"])  # noqa: E731
         ranked = sorted(found, key=lambda given: (given != shown, -len(found[given])))
@@ -148,8 +149,6 @@ class Store:
 
     def keep_corpus(self, folder: Path) -> None:
         """Keep what is scored with the corpus in `folder`, for cells of it that do not say so themselves."""
-        from fastweights.data.manifest import DataError, fingerprint, finished, layout, read_manifest, sets
-
         manifest = read_manifest(folder)
         manifest = finished(folder, layout(manifest) if manifest else "stream", verify=True)
         if not sets(manifest):
@@ -260,8 +259,8 @@ def assembly(experiment: Experiment, scale: str, records: Sequence[Record]) -> s
     runs = Counter((r.commit, r.hardware, json.dumps(r.versions, sort_keys=True)) for r in records)
     commit, hardware, versions = runs.most_common(1)[0][0] if runs else ("", "", "{}")
     head: dict[str, Any] = {"format": FORMAT, "experiment": experiment.name, "scale": scale}
-    if experiment.given:
-        head["given"] = given_of(records[0].config, experiment.given) if records else {}
+    if experiment.inputs:
+        head["given"] = inputs_of(records[0].config, experiment.inputs) if records else {}
     head |= {"commit": commit, "hardware": hardware, "versions": json.loads(versions)}
     lines = [f" {_dump(key)}: {_dump(value)}," for key, value in head.items()]
     cells = ",\n  ".join(_dump(_entry(record)) for record in records)
@@ -308,7 +307,7 @@ def _dump(value: Any) -> str:
 
 
 def _given(record: Record, experiment: Experiment) -> str:
-    return _key(given_of(record.config, experiment.given))
+    return _key(inputs_of(record.config, experiment.inputs))
 
 
 def _key(value: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fastweights.common import provenance
-from fastweights.experiments.engine.experiment import BadInput, Cell, Experiment, Record, Setup, given_of
+from fastweights.experiments.engine.experiment import BadInput, Cell, Experiment, Record, Setup, inputs_of
 from fastweights.experiments.engine.store import Store
 
 
@@ -31,7 +31,7 @@ def sweep(
     data: Path | None = None,
     keep: bool = False,
     force: bool = False,
-    trained: set[str] | None = None,
+    finished: set[str] | None = None,
 ) -> None:
     """Make every cell known to the store.
 
@@ -39,16 +39,16 @@ def sweep(
         data: where the experiment's data lie.
         keep: leave the folders of finished cells, with their weights.
         force: run the cells again even if they are known, and from the beginning.
-        trained: slugs run since the command began, added to here: `force` leaves them alone.
+        finished: slugs of cells that this command has trained already, added to here; `force` does not repeat them.
     """
-    trained = set() if trained is None else trained
-    scale, given = cells[0].config["scale"], given_of(cells[0].config, experiment.given)
+    finished = set() if finished is None else finished
+    scale, given = cells[0].config["scale"], inputs_of(cells[0].config, experiment.inputs)
     store.clear_temporaries(experiment.name)
     before = store.assembled(experiment.name)
     if before and before.unreadable:
         raise BadInput(before.unreadable[0])
     own, anywhere = store.known(experiment.name), store.known_anywhere()
-    wanted = {cell.slug for cell in cells if not force or cell.slug in trained}
+    wanted = {cell.slug for cell in cells if not force or cell.slug in finished}
     usable = {
         slug: record for slug, record in anywhere.items() if slug in wanted and store.is_complete(experiment, record)
     }
@@ -75,7 +75,7 @@ def sweep(
                         versions=provenance.versions(),
                     )
                     _save(store, experiment.name, record)
-                    trained.add(cell.slug)
+                    finished.add(cell.slug)
                     watcher.done(record)
     except BaseException:
         # Also when interrupted: what is done is then as complete as it can be. What went wrong first is what is told.

@@ -11,19 +11,22 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from fastweights.experiments.engine.experiment import (
     NOT_RUN,
     Cell,
+    CellOutcome,
+    CellOutcomes,
     Claim,
     Experiment,
-    Outcome,
-    Outcomes,
     Plot,
     Results,
     Scale,
     Setup,
 )
 from fastweights.experiments.engine.shape import Shape
+from fastweights.feature_maps import feature_map
 
 MODEL = "dpfp-1"
 # Points along one side of the square. Even numbers, so that none lies on an axis, where every product is zero.
@@ -48,19 +51,15 @@ def configure(scale: str, model: str, size: int, seed: int) -> Mapping[str, Any]
     return {"scale": scale, "model": model, "rule": "none", "size": size, "seed": seed, "d_key": 2, "nu": 1}
 
 
-def run(cells: Sequence[Cell], setup: Setup) -> Outcomes:
+def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
     for cell in cells:
         start = time.perf_counter()
         metrics = measure(cell.config["size"], cell.config["nu"])
-        yield cell, Outcome(metrics, time.perf_counter() - start)
+        yield cell, CellOutcome(metrics, time.perf_counter() - start)
 
 
 def measure(points: int, nu: int) -> dict[str, Any]:
     """phi on a grid of points x points over [-1, 1]²: its surfaces, zeros, overlaps, and distance to the equations."""
-    import torch
-
-    from fastweights.feature_maps import feature_map
-
     axis = torch.linspace(-1, 1, points, dtype=torch.float64)
     plane = torch.cartesian_prod(axis, axis)
     phi = feature_map("dpfp", d_key=2, nu=nu)(plane)

@@ -17,32 +17,38 @@ import mmap
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from fastweights.experiments.engine import language
-from fastweights.experiments.engine.corpus import WIKITEXT103
+import torch
+
+from fastweights.data.text.corpus import Corpus, TokenStream
+from fastweights.experiments.engine import language_tables
+from fastweights.experiments.engine.corpora import WIKITEXT103
 from fastweights.experiments.engine.experiment import (
     NOT_RUN,
     Cell,
+    CellOutcome,
+    CellOutcomes,
     Claim,
     Experiment,
-    Given,
-    Outcome,
-    Outcomes,
+    Inputs,
     Plot,
-    Request,
     Results,
     Scale,
     Setup,
     Table,
+    UserInput,
 )
-from fastweights.experiments.engine.language import SMALL, SMOKE, Language
-from fastweights.experiments.engine.runner import forget_others, means, training_of
-
-if TYPE_CHECKING:
-    from fastweights.data.text.corpus import Corpus
+from fastweights.experiments.engine.language_tables import SMALL, SMOKE, LanguageScale
+from fastweights.experiments.engine.runner import local_settings, reset_peak_and_compiler, training_of
+from fastweights.models.language_model import LanguageModelConfig
+from fastweights.training.engine.distributed import launch
+from fastweights.training.engine.learner import Learner
+from fastweights.training.runs.log import memory_in_use
+from fastweights.training.tasks.language import FIELDS, LanguageTask
 
 # Words a second in thousands and memory in GB, "for the small LM setting". Those of DPFP and Performer are of Table 5;
 # the paper does not say with which rule.
@@ -56,12 +62,12 @@ PAPER = {
     "dpfp-1-delta": (63, None),
 }
 LABELS = {
-    **language.labels("transformer", "linear", "delta"),
+    **language_tables.labels("transformer", "linear", "delta"),
     "performer": "Performer, sum",
     "performer-delta": "Performer, delta",
     "performer-wide": "Performer of Table 5, sum",
     "performer-wide-delta": "Performer of Table 5, delta",
-    **language.labels("dpfp-1", "dpfp-1-delta"),
+    **language_tables.labels("dpfp-1", "dpfp-1-delta"),
     "delta-norm": "Delta Network, attention norm.",
     "delta-carried": "Delta Network, carried context",
     "xl": "Transformer-XL",
@@ -69,13 +75,13 @@ LABELS = {
 MARGINAL = 0.85
 """The delta rule's cost is marginal where it keeps this share of the sum rule's words a second, in as much memory."""
 
-PAPER_SIZES = Language(presets={128: "small"})
+PAPER_SIZES = LanguageScale(presets={128: "small"})
 
 
-def _scale(options: Language, cost: str, note: str, *, decides: bool, **measured: int) -> Scale:
+def _scale(options: LanguageScale, cost: str, note: str, *, decides: bool, **measured: int) -> Scale:
     (size,) = options.presets
     every = {"language": options, **measured}
-    return Scale(sizes=(size,), seeds=language.SEEDS, options=every, cost=cost, note=note, decides=decides)
+    return Scale(sizes=(size,), seeds=language_tables.SEEDS, options=every, cost=cost, note=note, decides=decides)
 
 
 _SMOKE_NOTE = "A few updates: a check that everything runs, not a result."
@@ -94,20 +100,20 @@ STATEMENT = (
 )
 
 
-def take(scale: str, request: Request) -> Given:
-    return Given({"set": dict(request.settings), "device": request.device.partition(":")[0]})
+def make_inputs(scale: str, request: UserInput) -> Inputs:
+    return Inputs({"set": dict(request.settings), "device": request.device.partition(":")[0]})
 
 
 def configure(scale: str, model: str, size: int, seed: int, set: Mapping[str, Any], device: str) -> Mapping[str, Any]:
     at = SCALES[scale].options
     corpus = {"words": at["words"]}
-    whole = language.configure(SCALES)(scale, model, size, seed, corpus=corpus, set=set)
+    whole = language_tables.configure(SCALES)(scale, model, size, seed, corpus=corpus, set=set)
     unused = ("corpus", "evaluations", "excerpt", "eval_batch", "steps")
     kept = {name: value for name, value in whole.items() if name not in unused}
     return {**kept, "device": device, "stretches": at["stretches"], "updates": at["updates"]}
 
 
-def run(cells: Sequence[Cell], setup: Setup) -> Outcomes:
+def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
     """One after the other whatever `jobs` says: they would slow each other down."""
     # What libraries hold once they are in use belongs to none of the models.
     measure({**cells[0].config, "stretches": 1, "updates": 1}, setup.device)
@@ -115,27 +121,20 @@ def run(cells: Sequence[Cell], setup: Setup) -> Outcomes:
         start = time.perf_counter()
         metrics = measure(cell.config, setup.device)
         setup.on_progress(cell, cell.config["updates"], metrics["last_loss"])
-        yield cell, Outcome(metrics, time.perf_counter() - start)
+        yield cell, CellOutcome(metrics, time.perf_counter() - start)
 
 
 def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Speed and memory of the updates of one model; the first ones, which build and tune kernels, do not count."""
-    from dataclasses import replace
-
-    from fastweights.models.language_model import LanguageModelConfig
-    from fastweights.training.engine.distributed import launch
-    from fastweights.training.engine.learner import Learner
-    from fastweights.training.tasks.language import LanguageTask
-
     _release()
-    forget_others(device)
+    reset_peak_and_compiler(device)
     before = _held(device)
     network = LanguageModelConfig.from_dict(config["network"])
     stretches, updates = config["stretches"], config["updates"]
     tokens = config["segment"] * config["batch_size"]
     corpus = _text(network.vocab_size, tokens * (stretches + 1) * updates + config["batch_size"])
-    task = LanguageTask(network, corpus, eval_batch=1, **language.cutting(config))
-    settings = replace(training_of(config), **means(device, config))
+    task = LanguageTask(network, corpus, eval_batch=1, **language_tables.cutting(config))
+    settings = replace(training_of(config), **local_settings(device, config))
     learner = Learner(launch(task, settings), task, settings)
     speeds = []
     for _ in range(stretches + 1):
@@ -158,10 +157,6 @@ def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 def _text(words: int, length: int) -> Corpus:
     """A text of words drawn by Zipf's law, the frequent ones first; nobody asks for their names."""
-    import torch
-
-    from fastweights.data.text.corpus import TokenStream
-
     generator = torch.Generator().manual_seed(1)
     weights = 1.0 / (torch.arange(words, dtype=torch.float64) + 2.7)
     edges = (weights / weights.sum()).cumsum(0)
@@ -179,8 +174,6 @@ def _release() -> None:
 
 
 def _held(device: str) -> int:
-    import torch
-
     if device.startswith("cuda"):
         return torch.cuda.memory_allocated()
     status = Path("/proc/self/statm")
@@ -188,10 +181,6 @@ def _held(device: str) -> int:
 
 
 def _peak(device: str) -> int:
-    import torch
-
-    from fastweights.training.runs.log import memory_in_use
-
     return memory_in_use(torch.device(device))
 
 
@@ -264,9 +253,9 @@ EXPERIMENT = Experiment(
     plot=Plot(kind="bars", x_label="words a second in training"),
     paper=paper,
     table=table,
-    take=take,
-    given=("set", "device"),
-    fields=language.settings,
+    make_inputs=make_inputs,
+    inputs=("set", "device"),
+    fields=FIELDS,
     needs=("lightning",),
     stored={"metrics": dict.fromkeys(("words_per_s", "slowest", "fastest", "memory_bytes"), float)},
     size_name="D",

@@ -16,17 +16,17 @@ from typing import Any
 
 from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Experiment, Plot, Record, Results, Scale, Table
 from fastweights.experiments.engine.perplexity import every
-from fastweights.experiments.engine.translation import (
-    GIVEN,
+from fastweights.experiments.engine.translation_tables import (
+    INPUTS,
     MODELS,
     SPLITS,
     STORED,
-    Translation,
+    TranslationScale,
     configure,
+    make_inputs,
     run,
-    settings,
-    take,
 )
+from fastweights.training.tasks.translation import FIELDS
 
 Pair = tuple[float, float]
 """BLEU on validation and test set."""
@@ -56,14 +56,16 @@ SHORT = 35_000
 CLOSE = 1.0
 """BLEU within which models are not told apart after a short training with one seed."""
 
-SMOKE = Translation(
+SMOKE = TranslationScale(
     presets={16: "tiny"},
     settings={"d_model": 16, "n_heads": 2, "d_ff": 32, "encoder_layers": 1, "decoder_layers": 1, "max_tokens": 200}
     | {"steps": 4, "eval_every": 2, "bleu_sentences": 4},
     sentences=4,
 )
-SMALL = Translation(presets={64: "tiny"}, settings={"eval_every": 200, "bleu_sentences": 200})
-FULL = Translation(presets={1024: "big", 512: "base"}, settings={"precision": "bf16-mixed", "bleu_sentences": 3000})
+SMALL = TranslationScale(presets={64: "tiny"}, settings={"eval_every": 200, "bleu_sentences": 200})
+FULL = TranslationScale(
+    presets={1024: "big", 512: "base"}, settings={"precision": "bf16-mixed", "bleu_sentences": 3000}
+)
 SCALES = {
     "smoke": Scale(
         sizes=(16,),
@@ -113,7 +115,7 @@ def bleu(record: Record, split: str) -> float | None:
     return None if found is None else float(found["bleu"])
 
 
-def means(results: Results, model: str) -> dict[str, float]:
+def mean_bleu(results: Results, model: str) -> dict[str, float]:
     """Mean over the seeds on each split, of the largest size that was run with every model that was run."""
     records = results.of(model, _size(results))
     found = {split: [bleu(record, split) for record in records] for split in SPLITS}
@@ -137,7 +139,7 @@ def _paper(*models: str) -> str:
 
 def _higher(results: Results, model: str, other: str, text: str, margin: float = 0.0) -> Claim:
     """`model` has at least the BLEU of `other` less `margin` on every split; strictly more where there is none."""
-    ours, theirs = means(results, model), means(results, other)
+    ours, theirs = mean_bleu(results, model), mean_bleu(results, other)
     shared = [split for split in SPLITS if split in ours and split in theirs]
     if not shared:
         return Claim(text, NOT_RUN, _paper(model, other), None)
@@ -190,7 +192,7 @@ def claims(results: Results) -> list[Claim]:
 def _best(results: Results) -> Claim:
     """Nothing beats softmax on the test set. In the paper's validation set the largest Performer is 0.1 ahead."""
     text, paper = "No model has a higher test BLEU than the standard Transformer", "27.7, shared with the Performer"
-    tests = {model: means(results, model).get("test") for model in MODELS}
+    tests = {model: mean_bleu(results, model).get("test") for model in MODELS}
     ours = tests.pop("softmax")
     rivals = {model: value for model, value in tests.items() if value is not None}
     if ours is None or not rivals:
@@ -226,7 +228,7 @@ def _learned(value: float | None) -> str:
     return "" if value is None else "yes" if value >= ENOUGH else "no"
 
 
-def protocol(scale: str, model: str, size: int, seed: int, **given: Any) -> Mapping[str, Any]:
+def configure_as_paper(scale: str, model: str, size: int, seed: int, **given: Any) -> Mapping[str, Any]:
     """The cell of the paper, which has one size."""
     return configure(SCALES)(scale, model, SIZE, seed, **given)
 
@@ -244,18 +246,18 @@ EXPERIMENT = Experiment(
     models=LABELS,
     scales=SCALES,
     configure=configure(SCALES),
-    protocol=protocol,
+    configure_as_paper=configure_as_paper,
     run=run,
     claims=claims,
     plot=Plot(kind="learning", x_label="training steps", y_label="validation BLEU"),
     paper=paper,
     table=table,
-    take=take,
-    given=GIVEN,
-    fields=settings,
+    make_inputs=make_inputs,
+    inputs=INPUTS,
+    fields=FIELDS,
     stored=STORED,
     needs=("lightning", "sacrebleu", "tokenizers"),
-    text="WMT14 en-de",
+    paper_corpus="WMT14 en-de",
     measure="BLEU",
     size_name="D",
 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastweights.experiments.engine import language, perplexity
+from fastweights.experiments.engine import language_tables, perplexity
 from fastweights.experiments.engine.experiment import Claim, Results
 from fastweights.experiments.engine.perplexity import Pair, against, best_of, lower
 
@@ -34,8 +34,8 @@ PAPER: dict[int, dict[str, Pair]] = {
         "performer-delta": (30.0, 31.8),
     },
 }
-LABELS = language.labels(*PAPER[128])
-SCALES = language.scales(
+LABELS = language_tables.labels(*PAPER[128])
+SCALES = language_tables.scales(
     tuple(PAPER),
     {
         "smoke": "2 s",
@@ -66,7 +66,7 @@ def paper(config: Mapping[str, Any]) -> dict[str, float] | None:
     return perplexity.entry(pair)
 
 
-EXPERIMENT = language.experiment(
+EXPERIMENT = language_tables.experiment(
     name="table2",
     title="Update rules in language models",
     where="Table 2, Sec. 6.3 (limited context)",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastweights.experiments.engine import language, perplexity
+from fastweights.experiments.engine import language_tables, perplexity
 from fastweights.experiments.engine.experiment import Claim, Results
 from fastweights.experiments.engine.perplexity import Pair, against, best_of, lower_in_all
 
@@ -20,8 +20,8 @@ PAPER: dict[str, Pair] = {
     "delta": (29.7, 31.5),
     "delta-nopos": (28.1, 31.1),
 }
-LABELS = {**language.labels(*PAPER), "delta": "positions, no attention norm."}
-SCALES = language.scales(
+LABELS = {**language_tables.labels(*PAPER), "delta": "positions, no attention norm."}
+SCALES = language_tables.scales(
     (256,),
     {
         "smoke": "2 s",
@@ -57,7 +57,7 @@ def paper(config: Mapping[str, Any]) -> dict[str, float] | None:
     return perplexity.entry(PAPER.get(config["model"]) if config["size"] == 256 else None)
 
 
-EXPERIMENT = language.experiment(
+EXPERIMENT = language_tables.experiment(
     name="table3",
     title="Positions and attention normalisation",
     where="Table 3, Sec. 6.3 (delta rule, medium)",

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastweights.experiments.engine import language
-from fastweights.experiments.engine.corpus import SPLITS
+from fastweights.experiments.engine import language_tables
+from fastweights.experiments.engine.corpora import SPLITS
 from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Results, Table
 from fastweights.experiments.engine.perplexity import (
     PAPER_HEADER,
@@ -41,11 +41,11 @@ PAPER_BROKEN = {"linear-carried": "> 260", "linear-carried-nonorm": "> 1600"}
 SHOWN: dict[str, Shown] = {**PAPER, **LIMITED, **PAPER_BROKEN}
 PAPER_XL: dict[int, Pair] = {15: (65.7, 65.5), 64: (29.3, 30.1), 128: (26.4, 27.4), 384: (24.6, 25.5)}
 LABELS = {
-    **language.labels("linear-carried", "linear-carried-nonorm", "delta-carried", "xl"),
+    **language_tables.labels("linear-carried", "linear-carried-nonorm", "delta-carried", "xl"),
     "linear": "Linear Transformer, limited context",
     "delta-nopos": "Delta Network, limited context",
 }
-SCALES = language.scales(
+SCALES = language_tables.scales(
     (256,),
     {
         "smoke": "3 s",
@@ -194,7 +194,7 @@ def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**(found or {}), "memories": {str(memory): pair for memory, pair in PAPER_XL.items()}}
 
 
-EXPERIMENT = language.experiment(
+EXPERIMENT = language_tables.experiment(
     name="table4",
     title="Without truncating context",
     where="Table 4, Sec. 6.3 (carried context, medium)",

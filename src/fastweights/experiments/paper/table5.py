@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fastweights.experiments.engine import language, perplexity
+from fastweights.experiments.engine import language_tables, perplexity
 from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Results
 from fastweights.experiments.engine.perplexity import Pair, against, lower, margin, mean, ppl
 
@@ -21,8 +21,8 @@ PAPER: dict[str, Pair] = {
     "dpfp-1": (37.7, 38.8),
     "dpfp-1-delta": (33.9, 35.0),
 }
-LABELS = language.labels(*PAPER)
-SCALES = language.scales(
+LABELS = language_tables.labels(*PAPER)
+SCALES = language_tables.scales(
     (128,),
     {
         "smoke": "2 s",
@@ -78,7 +78,7 @@ def paper(config: Mapping[str, Any]) -> dict[str, float] | None:
     return perplexity.entry(pair)
 
 
-EXPERIMENT = language.experiment(
+EXPERIMENT = language_tables.experiment(
     name="table5",
     title="Larger feature maps in language models",
     where="App. D.3 (limited context, small)",

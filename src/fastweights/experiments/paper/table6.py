@@ -10,19 +10,22 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from fastweights.experiments.engine.experiment import (
     NOT_RUN,
     Cell,
+    CellOutcome,
+    CellOutcomes,
     Claim,
     Experiment,
-    Outcome,
-    Outcomes,
     Plot,
     Results,
     Scale,
     Setup,
     Table,
 )
+from fastweights.feature_maps import feature_map
 
 D_KEY = 64
 # Feature map and name of the hyper-parameter of each model, and the paper's value for each d_dot.
@@ -44,18 +47,14 @@ def configure(scale: str, model: str, size: int, seed: int) -> Mapping[str, Any]
     return {**entries, "d_key": D_KEY, name: PAPER[model][size]}
 
 
-def run(cells: Sequence[Cell], setup: Setup) -> Outcomes:
+def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
     for cell in cells:
         start = time.perf_counter()
-        yield cell, Outcome(measure(cell.config), time.perf_counter() - start)
+        yield cell, CellOutcome(measure(cell.config), time.perf_counter() - start)
 
 
 def measure(config: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameter, and the number of entries of a key mapped with it."""
-    import torch
-
-    from fastweights.feature_maps import feature_map
-
     kind, name = MAPS[config["model"]]
     mapped = feature_map(kind, d_key=config["d_key"], **{name: config[name]})(torch.ones(1, config["d_key"]))
     return {"value": config[name], "d_dot": mapped.shape[-1]}

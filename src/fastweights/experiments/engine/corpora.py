@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastweights.data.manifest import EMBEDDED
-from fastweights.experiments.engine.experiment import BadInput, Given, Request
-
-if TYPE_CHECKING:
-    from fastweights.data.text.corpus import Corpus
+from fastweights.data.manifest import EMBEDDED, DataError, read_manifest
+from fastweights.data.prepare import prepare
+from fastweights.data.registry import CORPORA
+from fastweights.data.text.corpus import Corpus, TokenStream
+from fastweights.experiments.engine.experiment import BadInput, Inputs, UserInput
 
 SPLITS = ("valid", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
+class RequiredCorpus:
     """The corpus a table needs at its full scale."""
 
     name: str
@@ -29,66 +29,61 @@ class Text:
         return f"`fastweights data {self.kind} --source DIR --out data/{self.kind}`, then --data data/{self.kind}"
 
 
-WIKITEXT103 = Text(name="WikiText-103", words=267_735, kind="wikitext103")
-WIKITEXT2 = Text(name="WikiText-2", words=33_278, kind="wikitext2")
+WIKITEXT103 = RequiredCorpus(name="WikiText-103", words=267_735, kind="wikitext103")
+WIKITEXT2 = RequiredCorpus(name="WikiText-2", words=33_278, kind="wikitext2")
 
 
-def take(text: Text) -> Callable[[str, Request], Given]:
-    """`Experiment.take`: the embedded corpus at scales smoke and small, and a corpus like `text` at the others."""
+def make_inputs(required: RequiredCorpus) -> Callable[[str, UserInput], Inputs]:
+    """Return the `Experiment.make_inputs` of a table: the embedded corpus, and at full scale one like `required`."""
 
-    def take(scale: str, request: Request) -> Given:
+    def make_inputs(scale: str, given: UserInput) -> Inputs:
         if scale in ("smoke", "small"):
-            if request.data:
+            if given.data:
                 raise BadInput(f"--data is for scales paper and code; scale {scale} learns from Python's documentation")
             folder = _embedded()
         else:
-            folder = _folder_of(text, scale, request.data)
-        corpus = identify(folder)
-        return Given({"corpus": corpus, "set": dict(request.settings)}, folder)
+            folder = _folder_of(required, scale, given.data)
+        return Inputs({"corpus": identify(folder), "set": dict(given.settings)}, folder)
 
-    return take
+    return make_inputs
 
 
 def _embedded() -> Path:
-    from fastweights.data.prepare import prepare
-
     prepare("embedded", None, EMBEDDED)
     return EMBEDDED
 
 
-def _folder_of(text: Text, scale: str, folders: Sequence[Path]) -> Path:
-    from fastweights.data.manifest import DataError, read_manifest
-
-    need = f"scale {scale} needs {text.name}, or a corpus of as many words ({text.words:,})"
+def _folder_of(required: RequiredCorpus, scale: str, folders: Sequence[Path]) -> Path:
+    need = f"scale {scale} needs {required.name}, or a corpus of as many words ({required.words:,})"
     if not folders:
-        raise BadInput(f"{need}: {text.remedy}")
+        raise BadInput(f"{need}: {required.remedy}")
     found = []
     for folder in folders:
         manifest = read_manifest(folder)
         if manifest is None:
             missing = "was not finished or is something else" if folder.is_dir() else "does not exist"
-            raise DataError(f"there is no corpus in {folder}, which {missing}; {text.remedy}")
+            raise DataError(f"there is no corpus in {folder}, which {missing}; {required.remedy}")
         words = manifest["vocabulary"]["size"]
-        if words == text.words:
+        if words == required.words:
             return folder
         found.append(f"{folder} has {words:,} ({manifest['name']})")
-    raise BadInput(f"{need}; {', '.join(found)}: {text.remedy}")
+    raise BadInput(f"{need}; {', '.join(found)}: {required.remedy}")
 
 
 def identify(folder: Path) -> dict[str, Any]:
-    """The corpus as it stands in a cell's configuration: which text it is, wherever it lies."""
-    from fastweights.data.text.corpus import Corpus
-
+    """Return the corpus as it stands in a cell's configuration: which text it is, wherever it is stored."""
     corpus = Corpus.load(folder)
     manifest = corpus.manifest
     name = "Python's documentation" if manifest["kind"] == "embedded" else manifest["name"]
-    return {"name": honest(name, manifest), "words": len(corpus.vocabulary), "fingerprint": corpus.fingerprint}
+    return {
+        "name": name_with_warning(name, manifest),
+        "words": len(corpus.vocabulary),
+        "fingerprint": corpus.fingerprint,
+    }
 
 
-def honest(name: str, manifest: Mapping[str, Any]) -> str:
-    """The name of a corpus, with a word of warning where it has that of a published one and is not that."""
-    from fastweights.data.registry import CORPORA
-
+def name_with_warning(name: str, manifest: Mapping[str, Any]) -> str:
+    """Return the name of a corpus, with a warning where it is named after a published one that it is not."""
     published = [_letters(row.official.name) for row in CORPORA.values() if row.official]
     claims = any(known in _letters(name) for known in published)
     return f"{name} (not the official corpus)" if claims and not manifest["official"] else name
@@ -99,9 +94,7 @@ def _letters(name: str) -> str:
 
 
 def corpus_of(config: Mapping[str, Any], data: Path | None) -> Corpus:
-    """The text of a cell, which must be the one it is named after."""
-    from fastweights.data.text.corpus import Corpus, TokenStream
-
+    """Load the text of a cell; a BadInput if it is not the one that the cell names."""
     assert data is not None
     corpus = Corpus.load(data)
     if corpus.fingerprint != config["corpus"]["fingerprint"]:

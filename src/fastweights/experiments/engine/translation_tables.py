@@ -11,19 +11,25 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastweights.data.manifest import NUMBERS
-from fastweights.experiments.engine.corpus import honest
-from fastweights.experiments.engine.experiment import BadInput, Given, Request, Scale, storable
+import torch
+
+from fastweights.common.files import write_atomically
+from fastweights.data.manifest import NUMBERS, layout, read_manifest, sets
+from fastweights.data.pairs.corpus import ParallelCorpus
+from fastweights.data.prepare import prepare
+from fastweights.experiments.engine.corpora import name_with_warning
+from fastweights.experiments.engine.experiment import BadInput, Inputs, Scale, UserInput, storable
 from fastweights.experiments.engine.runner import Trainable, check_settings, runner, stored, training_of
+from fastweights.inference.translate import translate
+from fastweights.models.translation_config import POSITIONS, TranslationModelConfig, idle_fields
+from fastweights.training.engine.config import TrainingConfig
+from fastweights.training.runs.saved import TranslationRun, keep_vocabulary
+from fastweights.training.tasks.bleu import bleu
+from fastweights.training.tasks.translation import FIELDS, TranslationTask, plan_translation
 
-if TYPE_CHECKING:
-    from fastweights.data.pairs.corpus import ParallelCorpus
-    from fastweights.training.engine.config import Fields, TrainingConfig
-    from fastweights.training.tasks.translation import TranslationTask
-
-GIVEN = ("corpus", "set")
+INPUTS = ("corpus", "set")
 SPLITS = ("valid", "test")
 STORED = stored({"pieces": int}, {"valid?": {"bleu": float}, "test?": {"bleu": float}, "samples?": [(str, str, str)]})
 SAMPLES = 3
@@ -33,7 +39,7 @@ REMEDY = "`fastweights data wmt14 --out data/wmt14` (or `data parallel --source 
 
 
 @dataclass(frozen=True)
-class Model:
+class TranslationColumn:
     """A column of the table.
 
     Args:
@@ -52,18 +58,18 @@ class Model:
 
 
 MODELS = {
-    "softmax": Model("Standard", "softmax"),
-    "linear": Model("Linear", "linear"),
-    "performer-1": Model("Performer, d_dot = d_key", "performer", 1),
-    "performer-4": Model("Performer, d_dot = 4 d_key", "performer", 4),
-    "performer-8": Model("Performer, d_dot = 8 d_key", "performer", 8),
-    "dpfp-2": Model("DPFP, d_dot = 4 d_key", "dpfp", 4),
-    "dpfp-4": Model("DPFP, d_dot = 8 d_key", "dpfp", 8),
+    "softmax": TranslationColumn("Standard", "softmax"),
+    "linear": TranslationColumn("Linear", "linear"),
+    "performer-1": TranslationColumn("Performer, d_dot = d_key", "performer", 1),
+    "performer-4": TranslationColumn("Performer, d_dot = 4 d_key", "performer", 4),
+    "performer-8": TranslationColumn("Performer, d_dot = 8 d_key", "performer", 8),
+    "dpfp-2": TranslationColumn("DPFP, d_dot = 4 d_key", "dpfp", 4),
+    "dpfp-4": TranslationColumn("DPFP, d_dot = 8 d_key", "dpfp", 8),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Translation:
+class TranslationScale:
     """`Scale.options` of the table.
 
     Args:
@@ -80,27 +86,23 @@ class Translation:
     sentences: int | None = None
 
 
-def take(scale: str, request: Request) -> Given:
-    """`Experiment.take`: number words at scales smoke and small, and sentence pairs of the caller's at the others."""
+def make_inputs(scale: str, given: UserInput) -> Inputs:
+    """`Experiment.make_inputs`: number words at scales smoke and small, and the user's sentence pairs at the others."""
     if scale in ("smoke", "small"):
-        if request.data:
+        if given.data:
             raise BadInput(f"--data is for scales paper and code; scale {scale} learns to translate number words")
         folder = _numbers()
     else:
-        folder = _folder_of(scale, request.data)
-    return Given({"corpus": identify(folder), "set": dict(request.settings)}, folder)
+        folder = _folder_of(scale, given.data)
+    return Inputs({"corpus": identify(folder), "set": dict(given.settings)}, folder)
 
 
 def _numbers() -> Path:
-    from fastweights.data.prepare import prepare
-
     prepare("numbers", None, NUMBERS)
     return NUMBERS
 
 
 def _folder_of(scale: str, folders: Sequence[Path]) -> Path:
-    from fastweights.data.manifest import layout, read_manifest
-
     for folder in folders:
         manifest = read_manifest(folder)
         if manifest is not None and layout(manifest) == "pairs":
@@ -111,15 +113,13 @@ def _folder_of(scale: str, folders: Sequence[Path]) -> Path:
 
 def identify(folder: Path) -> dict[str, Any]:
     """The corpus as it stands in a cell's configuration: which pairs they are, wherever they lie."""
-    from fastweights.data.pairs.corpus import ParallelCorpus
-
     corpus = ParallelCorpus.load(folder)
     names = {"numbers": "number words"}
     name = names.get(corpus.manifest["kind"], corpus.manifest["name"])
     languages = f"{corpus.source_language}-{corpus.target_language}"
     name = name if name.endswith(languages) else f"{name}, {languages}"
     return {
-        "name": honest(name, corpus.manifest),
+        "name": name_with_warning(name, corpus.manifest),
         "pieces": len(corpus.tokenizer),
         "fingerprint": corpus.fingerprint,
     }
@@ -131,9 +131,6 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
     def configure(
         scale: str, model: str, size: int, seed: int, corpus: Mapping[str, Any], set: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        from fastweights.training.engine.config import TrainingConfig
-        from fastweights.training.tasks.translation import FIELDS, plan_translation
-
         at, row = scales[scale].options["translation"], MODELS[model]
         if size not in at.presets:
             known = ", ".join(f"{width} ({preset})" for width, preset in at.presets.items())
@@ -166,9 +163,8 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
 
 def _check_used(model: str, settings: Mapping[str, Any]) -> None:
     """A ValueError for a setting that this model has no use for, with the models that have one."""
-    from fastweights.models.translation_config import POSITIONS, idle_fields
 
-    def idle(row: Model) -> dict[str, str]:
+    def idle(row: TranslationColumn) -> dict[str, str]:
         return idle_fields(*(settings.get(position, row.attention) for position in POSITIONS))
 
     for name, use in idle(MODELS[model]).items():
@@ -180,9 +176,6 @@ def _check_used(model: str, settings: Mapping[str, Any]) -> None:
 
 def build(config: Mapping[str, Any], data: Path | None) -> tuple[TranslationTask, TrainingConfig]:
     """The task and the training of a cell."""
-    from fastweights.models.translation_config import TranslationModelConfig
-    from fastweights.training.tasks.translation import TranslationTask
-
     model, corpus = TranslationModelConfig.from_dict(config["network"]), corpus_of(config, data)
     settings = training_of(config, log_every=min(100, max(1, config["steps"] // 50)))
     return TranslationTask(model, corpus, seed=config["seed"], **config["batches"]), settings
@@ -190,8 +183,6 @@ def build(config: Mapping[str, Any], data: Path | None) -> tuple[TranslationTask
 
 def corpus_of(config: Mapping[str, Any], data: Path | None) -> ParallelCorpus:
     """The pairs of a cell, which must be those it is named after."""
-    from fastweights.data.pairs.corpus import ParallelCorpus
-
     assert data is not None
     corpus = ParallelCorpus.load(data)
     if corpus.fingerprint != config["corpus"]["fingerprint"]:
@@ -201,12 +192,6 @@ def corpus_of(config: Mapping[str, Any], data: Path | None) -> ParallelCorpus:
 
 def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: str) -> dict[str, Any]:
     """BLEU of the best checkpoint on valid, and on test where there is one. Each is kept as soon as it is known."""
-    import torch
-
-    from fastweights.common.files import write_atomically
-    from fastweights.data.manifest import sets
-    from fastweights.training.runs.saved import TranslationRun, keep_vocabulary
-
     # A GPU would otherwise keep the training's memory while the evaluation asks for its own.
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
@@ -227,9 +212,6 @@ def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: st
 
 
 def _translate(model: Any, corpus: ParallelCorpus, split: str, how: Mapping[str, Any], device: str) -> dict[str, Any]:
-    from fastweights.inference.translate import translate
-    from fastweights.training.tasks.bleu import bleu
-
     pairs, count = corpus.split(split), how["sentences"]
     sources, references = pairs.sources[:count], pairs.targets[:count]
     search = {"beam": how["beam"], "length_penalty": how["length_penalty"]}
@@ -247,10 +229,3 @@ def _translate(model: Any, corpus: ParallelCorpus, split: str, how: Mapping[str,
 
 
 run = runner(Trainable(build, score))
-
-
-def settings() -> Fields:
-    """`Experiment.fields` of translation models."""
-    from fastweights.training.tasks.translation import FIELDS
-
-    return FIELDS

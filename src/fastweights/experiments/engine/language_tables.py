@@ -14,20 +14,25 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastweights.experiments.engine.corpus import SPLITS, WIKITEXT103, Text, corpus_of, take
+import torch
+
+from fastweights.common.files import write_atomically
+from fastweights.data.manifest import sets
+from fastweights.data.text.corpus import Corpus
+from fastweights.data.text.documents import mark_documents
+from fastweights.experiments.engine.corpora import SPLITS, WIKITEXT103, RequiredCorpus, corpus_of, make_inputs
 from fastweights.experiments.engine.experiment import SCALES, Experiment, Plot, Scale, storable
 from fastweights.experiments.engine.runner import Trainable, check_settings, runner, stored, training_of
+from fastweights.experiments.engine.shape import Shape
+from fastweights.models.language_model import LanguageModel, LanguageModelConfig, check_forgets
+from fastweights.training.engine.config import TrainingConfig
+from fastweights.training.runs.saved import LanguageRun
+from fastweights.training.tasks import evaluate
+from fastweights.training.tasks.language import FIELDS, LanguageTask, plan
 
-if TYPE_CHECKING:
-    from fastweights.data.text.corpus import Corpus
-    from fastweights.experiments.engine.shape import Shape
-    from fastweights.models.language_model import LanguageModel
-    from fastweights.training.engine.config import Fields, TrainingConfig
-    from fastweights.training.tasks.language import LanguageTask
-
-GIVEN = ("corpus", "set")
+INPUTS = ("corpus", "set")
 _SCORE: Shape = {"ppl": float | None}
 _SCORES: Shape = {"valid": _SCORE, "test": _SCORE, "state_size?": int, "mem_len?": int}
 STORED = stored({"words": int}, {**_SCORES, "evaluations?": [_SCORES]})
@@ -36,7 +41,7 @@ SEEDS = (1111,)
 
 
 @dataclass(frozen=True)
-class Model:
+class LanguageRow:
     """A row of the tables: its label, and what it is to `training.language.plan`.
 
     Args:
@@ -49,31 +54,31 @@ class Model:
 
 
 MODELS = {
-    "transformer": Model("Transformer", {"mixer": "transformer"}),
-    "linear": Model("Linear Transformer", {"mixer": "linear"}),
-    "delta": Model("Delta Network", {"mixer": "delta"}),
-    "performer": Model("Performer, sum", {"mixer": "performer"}),
-    "performer-delta": Model("Performer, delta", {"mixer": "performer", "rule": "delta"}),
-    "delta-norm": Model("positions, attention norm.", {"mixer": "delta", "normalization": "both"}),
-    "delta-nopos-norm": Model(
+    "transformer": LanguageRow("Transformer", {"mixer": "transformer"}),
+    "linear": LanguageRow("Linear Transformer", {"mixer": "linear"}),
+    "delta": LanguageRow("Delta Network", {"mixer": "delta"}),
+    "performer": LanguageRow("Performer, sum", {"mixer": "performer"}),
+    "performer-delta": LanguageRow("Performer, delta", {"mixer": "performer", "rule": "delta"}),
+    "delta-norm": LanguageRow("positions, attention norm.", {"mixer": "delta", "normalization": "both"}),
+    "delta-nopos-norm": LanguageRow(
         "no positions, attention norm.", {"mixer": "delta", "normalization": "both", "positions": "none"}
     ),
-    "delta-nopos": Model("no positions, no attention norm.", {"mixer": "delta", "positions": "none"}),
-    "linear-carried": Model("Linear Transformer", {"mixer": "linear", "context": "carried"}),
-    "linear-carried-nonorm": Model(
+    "delta-nopos": LanguageRow("no positions, no attention norm.", {"mixer": "delta", "positions": "none"}),
+    "linear-carried": LanguageRow("Linear Transformer", {"mixer": "linear", "context": "carried"}),
+    "linear-carried-nonorm": LanguageRow(
         "Linear Transformer, no attention norm.", {"mixer": "linear", "context": "carried", "normalization": "none"}
     ),
-    "delta-carried": Model("Delta Network", {"mixer": "delta", "context": "carried"}),
-    "xl": Model("Transformer-XL", {"mixer": "xl"}),
-    "performer-wide": Model("Performer, sum", {"mixer": "performer"}, wide=True),
-    "performer-wide-delta": Model("Performer, delta", {"mixer": "performer", "rule": "delta"}, wide=True),
-    "dpfp-1": Model("DPFP-1, sum", {"mixer": "dpfp"}),
-    "dpfp-1-delta": Model("DPFP-1, delta", {"mixer": "dpfp", "rule": "delta"}),
+    "delta-carried": LanguageRow("Delta Network", {"mixer": "delta", "context": "carried"}),
+    "xl": LanguageRow("Transformer-XL", {"mixer": "xl"}),
+    "performer-wide": LanguageRow("Performer, sum", {"mixer": "performer"}, wide=True),
+    "performer-wide-delta": LanguageRow("Performer, delta", {"mixer": "performer", "rule": "delta"}, wide=True),
+    "dpfp-1": LanguageRow("DPFP-1, sum", {"mixer": "dpfp"}),
+    "dpfp-1-delta": LanguageRow("DPFP-1, delta", {"mixer": "dpfp", "rule": "delta"}),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Language:
+class LanguageScale:
     """`Scale.options` of a language-model table.
 
     Args:
@@ -94,7 +99,7 @@ class Language:
     excerpt: int | None = None
 
 
-SMOKE = Language(
+SMOKE = LanguageScale(
     presets={16: "tiny"},
     settings={"d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 32, "segment": 16, "batch_size": 4, "eval_batch": 4}
     | {"steps": 4, "eval_every": 2},
@@ -104,14 +109,14 @@ SMOKE = Language(
     excerpt=600,
 )
 # A memory of 7 and a segment of 1 hold as many numbers as the fast weights: (7 + 1) x 2 x 64 = 4 x 16 x 16.
-SMALL = Language(
+SMALL = LanguageScale(
     presets={64: "tiny"},
     settings={"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 256, "segment": 64, "batch_size": 16, "steps": 800},
     stride=32,
     memories=((7, 1), (16, 16), (32, 32), (64, 64)),
     rows=32,
 )
-PAPER = Language(presets={128: "small", 256: "medium"})
+PAPER = LanguageScale(presets={128: "small", 256: "medium"})
 CODE_NOTE = "As the released code does it: the very first update takes the full learning rate."
 
 
@@ -124,7 +129,7 @@ SMALL_NOTE = (
 
 
 def scales(
-    sizes: Sequence[int], costs: Mapping[str, str], paper: Language = PAPER, note: str = "", small_note: str = ""
+    sizes: Sequence[int], costs: Mapping[str, str], paper: LanguageScale = PAPER, note: str = "", small_note: str = ""
 ) -> dict[str, Scale]:
     """The four scales of a table that has these values of d_model in the paper."""
     code = replace(paper, settings={**paper.settings, "first_step_full": True})
@@ -157,10 +162,6 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
     def configure(
         scale: str, model: str, size: int, seed: int, corpus: Mapping[str, Any], set: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        from fastweights.models.language_model import check_forgets
-        from fastweights.training.engine.config import TrainingConfig
-        from fastweights.training.tasks.language import FIELDS, plan
-
         at, row = scales[scale].options["language"], MODELS[model]
         check_settings(FIELDS, set)
         choice = {"preset": at.presets[size], **row.choice, **at.settings, "seed": seed, **set}
@@ -197,7 +198,7 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
     return configure
 
 
-def _evaluations(at: Language, mixer: str, context: str) -> list[dict[str, Any]]:
+def _evaluations(at: LanguageScale, mixer: str, context: str) -> list[dict[str, Any]]:
     """How the trained model is scored, the last one being what counts."""
     if context == "limited":
         return [{"name": "sliding", "stride": at.stride}]
@@ -209,9 +210,6 @@ def _evaluations(at: Language, mixer: str, context: str) -> list[dict[str, Any]]
 
 def build(config: Mapping[str, Any], data: Path | None) -> tuple[LanguageTask, TrainingConfig]:
     """The task and the training of a cell."""
-    from fastweights.models.language_model import LanguageModelConfig
-    from fastweights.training.tasks.language import LanguageTask
-
     corpus, network = corpus_of(config, data), LanguageModelConfig.from_dict(config["network"])
     task = LanguageTask(network, corpus, eval_batch=config["eval_batch"], **cutting(config))
     return task, training_of(config, log_every=min(200, max(1, config["steps"] // 50)))
@@ -225,11 +223,6 @@ def cutting(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: str) -> dict[str, Any]:
     """Perplexities of the best checkpoint. Each is kept in the run's folder as soon as it is known."""
-    import torch
-
-    from fastweights.data.manifest import sets
-    from fastweights.training.runs.saved import LanguageRun
-
     run = LanguageRun.open(folder)
     # A GPU would otherwise keep the training's memory while the evaluation asks for its own.
     if device.startswith("cuda"):
@@ -249,11 +242,7 @@ def _evaluate(
     options: Mapping[str, Any],
     device: str,
 ) -> dict[str, Any]:
-    from fastweights.common.files import write_atomically
-    from fastweights.data.text.documents import mark_documents
-    from fastweights.training.tasks.evaluate import measure, protocol
-
-    how = protocol(**options, model=model.config, trained_segment=config["segment"], device=device)
+    how = evaluate.protocol(**options, model=model.config, trained_segment=config["segment"], device=device)
     found: dict[str, Any] = {"mem_len": how.mem_len} if how.mem_len is not None else {}
     for split in SPLITS:
         path = folder / "eval" / f"{split}-{how.slug}.json"
@@ -261,7 +250,7 @@ def _evaluate(
             found[split] = json.loads(path.read_text())
             continue
         stream = mark_documents(corpus.split(split), corpus.vocabulary, config.get("documents", "none"))
-        result = measure(model, stream, how)
+        result = evaluate.measure(model, stream, how)
         found[split] = storable({"loss": result.loss, "ppl": result.ppl, "tokens": result.tokens})
         write_atomically(path, json.dumps(found[split]).encode())
     if how.mem_len is not None:
@@ -272,22 +261,21 @@ def _evaluate(
 run = runner(Trainable(build, score))
 
 
-def settings() -> Fields:
-    """`Experiment.fields` of language models."""
-    from fastweights.training.tasks.language import FIELDS
-
-    return FIELDS
-
-
-def experiment(*, scales: Mapping[str, Scale], text: Text = WIKITEXT103, **rest: Any) -> Experiment:
+def experiment(*, scales: Mapping[str, Scale], corpus: RequiredCorpus = WIKITEXT103, **rest: Any) -> Experiment:
     """A table of language models: an `Experiment` with what all of them have in common."""
     plot = Plot(kind="perplexity", x_label="training steps", y_label="validation perplexity", log_y=True)
-    shared: dict[str, Any] = {"text": WIKITEXT103.name, "run": run, "plot": plot, "take": take(text), "given": GIVEN}
+    shared: dict[str, Any] = {
+        "paper_corpus": WIKITEXT103.name,
+        "run": run,
+        "plot": plot,
+        "make_inputs": make_inputs(corpus),
+        "inputs": INPUTS,
+    }
     shared |= {
         "stored": STORED,
-        "fields": settings,
+        "fields": FIELDS,
         "needs": ("lightning",),
         "size_name": "D",
-        "protocol": configure(PROTOCOL),
+        "configure_as_paper": configure(PROTOCOL),
     }
     return Experiment(scales=scales, configure=configure(scales), fixed_sizes=True, **{**shared, **rest})
