@@ -37,7 +37,7 @@ def test_the_paper_scale_is_the_papers():
 @pytest.mark.parametrize("name", RETRIEVAL)
 def test_stored_cells_are_still_known(name):
     records = Store(Path(__file__).parents[2] / "results").known(name).values()
-    assert records and all(EXPERIMENTS[name].own(record) for record in records)
+    assert records and all(EXPERIMENTS[name].cell_of(record) for record in records)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=list(EXPERIMENTS))
