@@ -6,23 +6,23 @@ B rows of text, T tokens, V words.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastweights.common.tables import look_up
 from fastweights.feature_maps import FEATURE_MAPS
 from fastweights.layers.adaptive import AdaptiveSoftmax, check_cutoffs
-from fastweights.layers.checks import check_dropout, head_size
+from fastweights.layers.checks import head_size
 from fastweights.layers.fast_weight import NORMALIZATIONS
 from fastweights.layers.feedforward import FeedForward
 from fastweights.layers.mixers import MIXERS, StackState, mixer
 from fastweights.layers.positions import DIRECTIONS, POSITIONS, encode_positions
 from fastweights.layers.relative import RelativeAttention
+from fastweights.models.configuration import ModelConfig
 from fastweights.ops.rules import RULES
 from fastweights.ops.state import State
 
@@ -38,7 +38,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageModelConfig:
+class LanguageModelConfig(ModelConfig):
     """What a language model is made of; `models.presets` has the paper's. A field that would do nothing is refused.
 
     Attributes:
@@ -61,7 +61,6 @@ class LanguageModelConfig:
         init_std: standard deviation of all initial weights.
     """
 
-    vocab_size: int
     cutoffs: tuple[int, ...] = ()
     d_model: int = 128
     n_layers: int = 16
@@ -85,18 +84,8 @@ class LanguageModelConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "d_ff"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        for name, known in NAMES.items():
-            look_up(dict.fromkeys(known), getattr(self, name), name)
+        self.check_fields(("d_model", "n_layers", "n_heads", "d_ff"), ("dropout", "attention_dropout"), NAMES)
         head_size(self.d_model, self.n_heads, self.d_head)
-        for name in ("dropout", "attention_dropout"):
-            try:
-                check_dropout(getattr(self, name))
-            except (ValueError, TypeError) as error:
-                raise type(error)(f"{name}: {error}") from None
         if self.init_std < 0:
             raise ValueError(f"init_std must be at least 0, got {self.init_std}")
         if self.positions == "sinusoid" and self.d_model % 2:
@@ -112,20 +101,6 @@ class LanguageModelConfig:
                     f"{option.name} = {value!r} does nothing with mixer {self.mixer!r}; leave it at its default, "
                     f"or use mixer {' or '.join(map(repr, users))}"
                 )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every field, ready for JSON."""
-        return {**asdict(self), "cutoffs": list(self.cutoffs)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What `to_dict` gave; fields left out take their default."""
-        known = {f.name: f for f in fields(cls)}
-        for name in values:
-            look_up(known, name, "field of LanguageModelConfig")
-        if "vocab_size" not in values:
-            raise ValueError(f"vocab_size is missing; got {', '.join(values) or 'nothing'}")
-        return cls(**values)
 
 
 def check_forgets(config: LanguageModelConfig) -> None:

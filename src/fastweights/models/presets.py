@@ -9,7 +9,7 @@ settings of its training. The perplexities are the paper's, validation / test, w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastweights.common.tables import look_up
@@ -146,8 +146,7 @@ def _config(
     """The preset's sizes, what follows from the choice of mixer, rule and context, then what the caller wants else."""
     choice = look_up(MIXER_CHOICES, mixer, "mixer")
     look_up(dict.fromkeys(CONTEXTS), context, "context")
-    for name in overrides:
-        look_up({f.name: f for f in fields(LanguageModelConfig)}, name, "field of LanguageModelConfig")
+    LanguageModelConfig.check_names(overrides)
     values: dict[str, Any] = {**sizes, **overrides}
     # A smaller vocabulary has fewer clusters.
     values.setdefault("cutoffs", tuple(cutoff for cutoff in cutoffs if cutoff < values["vocab_size"]))

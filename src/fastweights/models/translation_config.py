@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
 
 from fastweights.common.tables import look_up
 from fastweights.feature_maps import feature_map
-from fastweights.layers.checks import check_dropout, head_size
+from fastweights.layers.checks import head_size
 from fastweights.layers.fast_weight import NORMALIZATIONS
+from fastweights.models.configuration import ModelConfig
 from fastweights.ops.rules import RULES
 
 # The rows of Table 1: name -> feature map, None for softmax.
@@ -18,7 +19,7 @@ POSITIONS = ("encoder", "decoder", "cross")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TranslationModelConfig:
+class TranslationModelConfig(ModelConfig):
     """An encoder-decoder of Vaswani et al.; `models.translation_presets` has the paper's. Idle fields are refused.
 
     Attributes:
@@ -40,7 +41,6 @@ class TranslationModelConfig:
         norm: LayerNorm "post" each residual sum as Vaswani et al., or "pre" each sublayer and once at the end.
     """
 
-    vocab_size: int
     d_model: int = 1024
     n_heads: int = 16
     d_ff: int = 4096
@@ -60,22 +60,13 @@ class TranslationModelConfig:
     norm: str = "post"
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "n_heads", "d_ff", "encoder_layers", "decoder_layers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        names: dict[str, tuple[str, ...]] = {name: tuple(ATTENTIONS) for name in POSITIONS}
-        names |= {"rule": tuple(RULES), "normalization": tuple(NORMALIZATIONS), "norm": ("post", "pre")}
-        for name, known in names.items():
-            look_up(dict.fromkeys(known), getattr(self, name), name)
+        sizes = ("d_model", "n_heads", "d_ff", "encoder_layers", "decoder_layers")
+        choices: dict[str, Iterable[str]] = {**dict.fromkeys(POSITIONS, ATTENTIONS), "norm": ("post", "pre")}
+        choices |= {"rule": RULES, "normalization": NORMALIZATIONS}
+        self.check_fields(sizes, ("dropout", "inner_dropout", "attention_dropout"), choices)
         head_size(self.d_model, self.n_heads, None)
         if self.d_model % 2:
             raise ValueError(f"d_model must be even for its sinusoidal positions, got {self.d_model}")
-        for name in ("dropout", "inner_dropout", "attention_dropout"):
-            try:
-                check_dropout(getattr(self, name))
-            except (ValueError, TypeError) as error:
-                raise type(error)(f"{name}: {error}") from None
         self._refuse_idle()
         for attention in self.attentions:
             self.d_dot(attention)
@@ -104,19 +95,6 @@ class TranslationModelConfig:
         """Size of mapped keys and queries, App. E: d_head, 2 m for the performer, 2 ν d_head for DPFP."""
         phi = look_up(ATTENTIONS, attention, "attention")
         return self.d_head if phi is None else feature_map(phi, self.d_head, **self.map_options(attention)).dim
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every field, ready for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What `to_dict` gave; fields left out take their default."""
-        for name in values:
-            look_up({f.name: f for f in fields(cls)}, name, "field of TranslationModelConfig")
-        if "vocab_size" not in values:
-            raise ValueError(f"vocab_size is missing; got {', '.join(values) or 'nothing'}")
-        return cls(**values)
 
     def _refuse_idle(self) -> None:
         """Fields that do nothing here must be as they are by default."""

@@ -7,7 +7,6 @@ are the paper's on WMT14 English-German, validation / test (Table 1).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any
 
 from fastweights.common.tables import look_up
@@ -82,8 +81,7 @@ PRESETS: dict[str, Callable[..., TranslationModelConfig]] = {"big": big, "base":
 def _config(attention: str, sizes: Mapping[str, Any], overrides: Mapping[str, Any]) -> TranslationModelConfig:
     """The sizes, the same attention in all positions, then what the caller wants else."""
     look_up(ATTENTIONS, attention, "attention")
-    for name in overrides:
-        look_up({f.name: f for f in fields(TranslationModelConfig)}, name, "field of TranslationModelConfig")
+    TranslationModelConfig.check_names(overrides)
     values: dict[str, Any] = {**sizes, **dict.fromkeys(POSITIONS, attention), **overrides}
     # What a rule that also removes is normalised by; see `models.presets`.
     if values["decoder"] != "softmax":

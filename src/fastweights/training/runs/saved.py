@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -23,6 +22,7 @@ from fastweights.common.files import write_atomically
 from fastweights.data.pairs.corpus import ParallelCorpus, Tokenizer
 from fastweights.data.text.corpus import Corpus
 from fastweights.data.text.vocabulary import VOCABULARIES, Vocabulary
+from fastweights.models.configuration import ModelConfig
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig
 from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_config import TranslationModelConfig
@@ -30,17 +30,12 @@ from fastweights.training.runs.checkpoint import Checkpoint, CheckpointError, lo
 from fastweights.training.runs.folder import RunError
 
 
-class _Config(Protocol):
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self: ...
-
-
 class _Corpus(Protocol):
     @classmethod
     def load(cls, folder: str | Path, *, verify: bool = False) -> Self: ...
 
 
-ConfigT = TypeVar("ConfigT", bound=_Config)
+ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 CorpusT = TypeVar("CorpusT", bound=_Corpus)
 

@@ -1,0 +1,53 @@
+"""What the configurations of models share: checks of their fields, and the way to JSON and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from fastweights.common.tables import look_up
+from fastweights.layers.checks import check_dropout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A frozen dataclass of a model's fields.
+
+    Attributes:
+        vocab_size: number of words or sub-words.
+    """
+
+    vocab_size: int
+
+    def check_fields(self, sizes: Sequence[str], dropouts: Sequence[str], choices: Mapping[str, Iterable[str]]) -> None:
+        """Refuse sizes below 1, dropouts that are no shares, and names that are none of the choices."""
+        for name in ("vocab_size", *sizes):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        for name, known in choices.items():
+            look_up(dict.fromkeys(known), getattr(self, name), name)
+        for name in dropouts:
+            try:
+                check_dropout(getattr(self, name))
+            except (ValueError, TypeError) as error:
+                raise type(error)(f"{name}: {error}") from None
+
+    @classmethod
+    def check_names(cls, values: Iterable[str]) -> None:
+        """Refuse names that are no fields, with the nearest that is one."""
+        for name in values:
+            look_up({f.name: f for f in fields(cls)}, name, f"field of {cls.__name__}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field, ready for JSON."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Make the configuration that `to_dict` described; fields left out take their default."""
+        cls.check_names(values)
+        if "vocab_size" not in values:
+            raise ValueError(f"vocab_size is missing; got {', '.join(values) or 'nothing'}")
+        return cls(**values)

@@ -1,0 +1,1 @@
+"""What a training keeps on disk: its folder, checkpoints and log, and reading them back."""
