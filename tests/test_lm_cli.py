@@ -9,16 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from fastweights.cli import app
 from fastweights.commands import results
 from fastweights.data.prepare import prepare
 from fastweights.data.text.corpus import Corpus
-from fastweights.training.runs.checkpoint import CheckpointStore, list_checkpoints, read
 from fastweights.training.tasks import evaluate as protocols
-from tests.training.small_text import SMALL, as_options, small_corpus
+from tests.training.small_text import SMALL, as_options, small_corpus, spoil
 from tests.training.tiny import losses
 
 OPTIONS = ("steps", "lr", "seed", "cutoffs")
@@ -246,16 +244,6 @@ def test_a_loss_that_is_not_finite_is_an_error(runs, tmp_path):
     done = run("eval", "lm", tmp_path / "run")
     assert done.exit_code == 2 and done.stdout == "" and "has no perplexity" in done.stderr
     assert not list((tmp_path / "run").glob("eval/*best*"))
-
-
-def spoil(source, target, value):
-    """Copy a run and fill the weights of its best checkpoint."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("eval"))
-    store = CheckpointStore(target / "checkpoints")
-    (best,) = list_checkpoints(store.folder, "best")
-    checkpoint, contents = read(best)
-    weights = {name: torch.full_like(weight, value) for name, weight in contents.weights.items()}
-    store.save(checkpoint.step, contents._replace(weights=weights), checkpoint.scores)
 
 
 def test_eval_as_json(runs):

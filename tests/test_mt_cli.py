@@ -17,7 +17,7 @@ from fastweights.inference.translate import translate
 from fastweights.training.runs.saved import TranslationRun
 from fastweights.training.tasks.translation import bleu
 from tests.training.small_pairs import SMALL, small_pairs
-from tests.training.small_text import as_options, small_corpus
+from tests.training.small_text import as_options, small_corpus, spoil
 from tests.training.small_text import run as run_lm
 from tests.training.tiny import losses
 
@@ -126,6 +126,21 @@ def test_translate_keeps_order_and_empty_lines(corpus, runs, tmp_path):
     several = run("translate", runs / "softmax", "--beam", "3", "--n-best", "2", input="the cat\n\ndogs\n").stdout
     rows = [line.split("\t") for line in several.splitlines()]
     assert [row[0] for row in rows] == ["1", "1", "3", "3"] and float(rows[0][1]) >= float(rows[1][1])
+
+
+@pytest.mark.parametrize("command", [["eval", "mt"], ["translate"]])
+def test_weights_that_are_not_finite_are_an_error(runs, tmp_path, command):
+    spoil(runs / "softmax", tmp_path / "run", float("nan"))
+    done = run(*command, tmp_path / "run", input="the cat\n")
+    assert done.exit_code == 2 and done.stdout == ""
+    assert "is not finite" in done.stderr and "--checkpoint last" in done.stderr
+    assert run(*command, tmp_path / "run", "--checkpoint", "last", input="the cat\n").exit_code == 0
+
+
+def test_eval_as_json(runs):
+    done = run("eval", "mt", runs / "softmax", "--beam", 1, "--json")
+    path = runs / "softmax" / "eval" / "valid-beam1-penalty0.6-best.json"
+    assert done.stdout == path.read_text() and "BLEU" in done.stderr
 
 
 def test_translate_names_the_line_that_is_not_text(runs):

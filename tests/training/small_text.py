@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import torch
 
@@ -9,6 +10,7 @@ from fastweights.data.prepare import prepare
 from fastweights.data.text.corpus import Corpus
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig
 from fastweights.training.engine.loop import train
+from fastweights.training.runs.checkpoint import CheckpointStore, list_checkpoints, read
 from fastweights.training.tasks.language import LanguageTask, assemble
 
 from .tiny import quiet
@@ -60,3 +62,13 @@ def random_model(seed=0, **options):
 def as_options(settings):
     """The settings as FIELD=VALUE."""
     return [part for name, value in settings.items() for part in ("--set", f"{name}={json.dumps(value)}")]
+
+
+def spoil(source, target, value):
+    """Copy a run and fill the weights of its best checkpoint."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("eval"))
+    store = CheckpointStore(target / "checkpoints")
+    (best,) = list_checkpoints(store.folder, "best")
+    checkpoint, contents = read(best)
+    weights = {name: torch.full_like(weight, value) for name, weight in contents.weights.items()}
+    store.save(checkpoint.step, contents._replace(weights=weights), checkpoint.scores)

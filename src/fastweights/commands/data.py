@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,28 +111,19 @@ def _summary(manifest: dict[str, Any]) -> None:
 
 @contextmanager
 def _display() -> Iterator[Report]:
-    """Show progress: a bar on a terminal, a line for each stage elsewhere."""
-    console, current = Console(file=sys.stderr), ""
-    if not console.is_terminal:
-
-        def line(stage: str, fraction: float) -> None:
-            nonlocal current
-            if stage != current:
-                say(stage)
-            current = stage
-
-        yield line
-        return
+    """Show progress: a bar for each stage on a terminal, a line elsewhere."""
+    console, current = Console(stderr=True), ""
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, TimeElapsedColumn(), console=console) as bars:
-        task = None
+    bars = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
 
-        def bar(stage: str, fraction: float) -> None:
-            nonlocal current, task
-            if stage != current:
-                task = bars.add_task(stage, total=1.0)
+    def show(stage: str, fraction: float) -> None:
+        nonlocal current
+        if stage != current:
             current = stage
-            assert task is not None
-            bars.update(task, completed=fraction)
+            bars.add_task(stage, total=1.0)
+            if not console.is_terminal:
+                say(stage)
+        bars.update(bars.task_ids[-1], completed=fraction)
 
-        yield bar
+    with bars:
+        yield show

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,14 +41,19 @@ from fastweights.training.tasks.language import FIELDS, assemble
 from fastweights.training.tasks.translation import FIELDS as MT_FIELDS
 from fastweights.training.tasks.translation import assemble_translation, plan_translation
 
-# Options of both commands that are settings under the same name.
-SHARED = {"steps", "lr", "warmup", "seed", "precision", "accumulate", "strategy", "compile"}
-SHARED |= {"eval_every", "checkpoint_every"}
+# Options with these names are settings as they are.
+SHARED = {field.name for field in fields(TrainingConfig)}
 
 
 def own(help: str, default: str = "the preset's") -> Any:
     """Return an option whose default is decided elsewhere."""
     return typer.Option(help=help, show_default=default)
+
+
+def describe(presets: Mapping[str, Callable[..., Any]]) -> str:
+    """Return the help of --preset: each by the first line of its docstring."""
+    lines = ((name, *(preset.__doc__ or "").splitlines()) for name, preset in presets.items())
+    return "Sizes and recipe. " + " ".join(": ".join(line[:2]) for line in lines)
 
 
 Steps = Annotated[int | None, own("Updates of the weights.")]
@@ -66,12 +72,16 @@ CheckpointEvery = Annotated[int | None, own("Updates between checkpoints.", "eve
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start anew; a run in the folder is moved aside.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Any field of model or training, VALUE as in JSON."),
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Any field of model or training, VALUE as in JSON; an unknown FIELD lists those there are.",
+    ),
 ]
 
 
 def lm(
-    preset: Annotated[str, typer.Option(help=f"Sizes and recipe: {', '.join(PRESETS)}.")],
+    preset: Annotated[str, typer.Option(help=describe(PRESETS))],
     mixer: Annotated[str, typer.Option(help=f"Sequence layer: {', '.join(MIXER_CHOICES)}.")] = "delta",
     data: Annotated[
         Path | None, typer.Option(help="A prepared corpus.", show_default=f"{EMBEDDED}, prepared on first use")
@@ -139,18 +149,18 @@ def lm(
         announce(task, f"{words} in {task.batch_size} segments of {task.segment}, context {task.context}", out)
         result = run_training(task, config, out, corpus, corpus.vocabulary, fresh, minutes)
     rows = f" (segments of {task.segment} in {task.eval_batch} rows)"
-    folder, protocol = shlex.quote(str(out)), "carried" if task.carried else "sliding"
+    folder, protocol = shlex.quote(str(out)), " --protocol carried" if task.carried else ""
     conclude(
         result,
         out,
         f"perplexity {result.best['ppl']:.2f}{rows}" if result.best else "",
-        f"fastweights eval lm {folder} --split test --protocol {protocol}",
+        f"fastweights eval lm {folder} --split test{protocol}",
         f'fastweights generate {folder} --prompt "The" --tokens 50',
     )
 
 
 def mt(
-    preset: Annotated[str, typer.Option(help=f"Sizes and recipe: {', '.join(MT_PRESETS)}.")],
+    preset: Annotated[str, typer.Option(help=describe(MT_PRESETS))],
     attention: Annotated[
         str, typer.Option(help=f"Attention wherever no other is chosen: {', '.join(ATTENTIONS)}.")
     ] = "softmax",
