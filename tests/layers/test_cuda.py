@@ -1,13 +1,19 @@
 """The layers' kernels on a GPU against float64 there, and a language model's recorded updates against plain ones."""
 
+import json
+
 import pytest
 import torch
 
 from fastweights.benchmarks import lm
+from fastweights.layers.adaptive import AdaptiveSoftmax
+from fastweights.layers.feedforward import FeedForward
+from fastweights.ops import self_check
 from fastweights.ops.gpu.adaptive_softmax import self_check as adaptive
 from fastweights.ops.gpu.feedforward import self_check as feedforward
 from fastweights.ops.gpu.label_smoothing import self_check as smoothing
 from fastweights.ops.gpu.label_smoothing.launch import BLOCK
+from fastweights.ops.losses.label_smoothing import smoothed_nll
 from fastweights.ops.self_check import LIMITS
 from tests.ops.calls import linear_attention_errors
 
@@ -42,6 +48,55 @@ def test_feedforward(d_model, p):
 def test_smoothed_losses(dtype, words):
     errors = smoothing.compare(dtype, CUDA, 700, words)
     assert all(error < LIMITS[dtype] for error in errors.values()), errors
+
+
+def adaptive_softmax():
+    layer = AdaptiveSoftmax(9000, 64, (500, 1000)).to(CUDA)
+    targets = torch.randint(9000, (40,), device=CUDA)
+    return lambda x: layer(x, targets), torch.randn(40, 64, device=CUDA)
+
+
+def feed_forward():
+    return FeedForward(64, 300).to(CUDA, torch.bfloat16), torch.randn(40, 64, device=CUDA, dtype=torch.bfloat16)
+
+
+def label_smoothing():
+    targets = torch.randint(300, (40,), device=CUDA)
+    return lambda x: sum(smoothed_nll(x, targets, 0.1)), torch.randn(40, 300, device=CUDA)
+
+
+@pytest.mark.parametrize("make", [adaptive_softmax, feed_forward, label_smoothing])
+def test_every_kind_of_derivative(make):
+    """By the kernels' own backward pass, and by plain PyTorch where a transform or forward mode is active."""
+    run, x = make()
+    x.requires_grad_()
+    y = run(x)
+    weights = torch.randn(3, *y.shape, device=CUDA, dtype=y.dtype)
+    loop = torch.stack([torch.autograd.grad(y, x, w, retain_graph=True)[0] for w in weights])
+    close = {"rtol": 2e-2, "atol": 2e-2} if x.dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    (batched,) = torch.autograd.grad(y, x, weights, is_grads_batched=True, retain_graph=True)
+    torch.testing.assert_close(batched, loop, **close)
+    plain = torch.func.vmap(torch.func.vjp(run, x.detach())[1])(weights)[0]
+    torch.testing.assert_close(plain, loop, **close)
+    tangent = torch.randn_like(x)
+    _, along = torch.func.jvp(run, (x.detach(),), (tangent,))
+    for w, gradient in zip(weights, loop, strict=True):
+        torch.testing.assert_close((along * w).sum(), (gradient * tangent).sum(), rtol=5e-2, atol=5e-2)
+
+
+def test_verdicts_are_kept_on_disk(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(self_check, "_reasons", {})
+    self_check._verdicts.cache_clear()
+    try:
+        for make in (adaptive_softmax, feed_forward, label_smoothing):
+            run, x = make()
+            run(x)
+        kept = [json.loads(file.read_text())["verdicts"] for file in tmp_path.rglob("*.json")]
+        assert [len(verdicts) for verdicts in kept] == [1, 1, 1]
+        assert all(errors and failure is None for verdicts in kept for errors, failure in verdicts.values())
+    finally:
+        self_check._verdicts.cache_clear()
 
 
 @pytest.mark.parametrize(("T", "S"), [(57, 57), (500, 500), (5, 1500)])

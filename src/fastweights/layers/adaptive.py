@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.common.transforms import transformed
+from fastweights.layers.checks import check_dtype
 from fastweights.layers.fusing import check_backend, in_autocast_dtype, takes_kernels
 from fastweights.ops.gpu.adaptive_softmax.operators import fused_nll
 from fastweights.ops.gpu.adaptive_softmax.self_check import refuses
@@ -159,6 +160,8 @@ class AdaptiveSoftmax(nn.Module):
     def _check(self, hidden: Tensor) -> None:
         if hidden.dim() < 1 or hidden.shape[-1] != self.d_model or 0 in hidden.shape:
             raise ValueError(f"hidden must have shape (..., d_model = {self.d_model}), got {tuple(hidden.shape)}")
+        if not hidden.is_floating_point():
+            check_dtype(hidden, self, "hidden")
 
     def extra_repr(self) -> str:
         """Shown by print(layer)."""

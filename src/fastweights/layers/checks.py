@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+_CASTS = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16"}
 
 
 def head_size(d_model: int, n_heads: int, d_head: int | None) -> int:
@@ -47,6 +49,18 @@ def check_token(x: Tensor, d_model: int) -> Tensor:
         hint = "; a segment goes through forward" if x.dim() == 3 else ""
         raise ValueError(f"x must have shape (B, d_model = {d_model}), got {tuple(x.shape)}{hint}")
     return x.unsqueeze(1)
+
+
+def check_dtype(x: Tensor, linear: nn.Module, name: str = "x") -> None:
+    """Refuse numbers that the layer's first projection cannot be multiplied with; autocast casts them itself."""
+    weight = getattr(linear, "weight", None)
+    # A projection that was replaced, by a quantised one for instance, knows itself what it takes.
+    if not isinstance(weight, Tensor) or x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type):
+        return
+    remedy = f"use {name}.{_CASTS.get(weight.dtype, f'to({weight.dtype})')}()"
+    if x.dtype in _CASTS:
+        remedy += f" or layer.{_CASTS[x.dtype]}()"
+    raise TypeError(f"{name} has dtype {x.dtype} but the layer's weights are {weight.dtype}; {remedy}")
 
 
 def check_device(name: str, tensor: Tensor, x: Tensor) -> None:

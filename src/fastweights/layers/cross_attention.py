@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastweights import feature_maps
-from fastweights.layers.checks import check_dropout, check_input, head_size
+from fastweights.layers.checks import check_dropout, check_dtype, check_input, head_size
 from fastweights.layers.padding import PaddedState, check_state
 from fastweights.layers.softmax import KeyValueState
 from fastweights.ops.linear_attention import linear_attention, read_memory, write_memory
@@ -40,12 +40,14 @@ class Reading(nn.Module):
     def remember(self, x: Tensor, mask: Tensor | None = None) -> State:
         """The memory of x (B, S, d_model); `mask` (B, S) is False for padding, which leaves no trace."""
         x = check_input(x, self.d_model, mask)
+        check_dtype(x, self.key_value)
         k, v = self.key_value(x).unflatten(-1, (2, self.n_heads, self.d_head)).unbind(-3)
         return self._write(k, v, mask)
 
     def forward(self, x: Tensor, memory: State) -> Tensor:
         """What x (N, T, d_model) finds in the memory: (N, T, d_model)."""
         x = check_input(x, self.d_model, None)
+        check_dtype(x, self.query)
         N, T = x.shape[:2]
         B = len(next(iter(memory.tensors().values())))
         if N % B:

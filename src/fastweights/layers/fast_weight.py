@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastweights.common.tables import look_up
 from fastweights.feature_maps import DPFP, ELU, FeatureMap, ReLU, feature_map
-from fastweights.layers.checks import check_input, check_token, head_size
+from fastweights.layers.checks import check_dtype, check_input, check_token, head_size
 from fastweights.ops.backends import may_fuse
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.memory import fast_weight_memory
@@ -134,6 +134,7 @@ class FastWeightAttention(nn.Module):
         starts: Tensor | None = None,
         in_place: bool = False,
     ) -> tuple[Tensor, FastWeightState]:
+        check_dtype(x, self.project)
         # All heads of q, then all of k, and so on: every head starts where 16 bytes can be loaded at once.
         parts = self.project(x).split([self.n_heads * size for size in self.sizes], -1)
         q, k, v, *gates = (

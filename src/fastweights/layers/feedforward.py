@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastweights.layers.checks import check_dropout
+from fastweights.layers.checks import check_dropout, check_dtype
 from fastweights.layers.fusing import check_backend, in_autocast_dtype, takes_kernels
 from fastweights.ops.gpu.feedforward.operators import fused_feedforward
 from fastweights.ops.gpu.feedforward.self_check import refuses
@@ -44,6 +44,7 @@ class FeedForward(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layers in turn."""
+        check_dtype(x, self[0])
         narrow, p = in_autocast_dtype(x), self.inner_dropout if self.training else 0.0
         if not takes_kernels(self, narrow, lambda: refuses(narrow, self.d_ff, p)):
             return super().forward(x)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastweights.layers.checks import check_dropout, check_input, check_token, head_size
+from fastweights.layers.checks import check_dropout, check_dtype, check_input, check_token, head_size
 from fastweights.layers.padding import PaddedState, check_state, join_masks, visible
 from fastweights.layers.positions import sinusoid
 
@@ -83,6 +83,7 @@ class RelativeAttention(nn.Module):
         output is 0. Padding between tokens of one sequence still adds to their distance and takes room in the memory.
         """
         x = check_input(x, self.d_model, mask)
+        check_dtype(x, self.query)
         h, seen_mask = x, mask
         if state is not None:
             past = check_state(state, SegmentMemory, {"inputs": (self.d_model,)}, x)

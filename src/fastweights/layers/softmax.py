@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastweights.layers.checks import check_dropout, check_input, check_token, head_size
+from fastweights.layers.checks import check_dropout, check_dtype, check_input, check_token, head_size
 from fastweights.layers.padding import PaddedState, check_state, join_masks, visible
 
 
@@ -66,6 +66,7 @@ class SoftmaxAttention(nn.Module):
         output is 0. Gradients flow into the state.
         """
         x = check_input(x, self.d_model, mask)
+        check_dtype(x, self.query)
         q = self.query(x).unflatten(-1, (self.n_heads, self.d_head))
         k, v = self.key_value(x).unflatten(-1, (2, self.n_heads, self.d_head)).unbind(-3)
         seen_mask = mask

@@ -1,0 +1,99 @@
+"""What holds for every layer: a wrong dtype gets a remedy, and layers and models can be pickled and copied."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import fastweights as fw
+from fastweights.layers.adaptive import AdaptiveSoftmax
+from fastweights.layers.cross_attention import FastWeightReading, SoftmaxReading
+from fastweights.layers.feedforward import FeedForward
+
+D = 8
+SEQUENCE_LAYERS = {
+    "fast_weight": lambda: fw.FastWeightAttention(D, 2),
+    "softmax": lambda: fw.SoftmaxAttention(D, 2),
+    "relative": lambda: fw.RelativeAttention(D, 2, mem_len=3),
+}
+READINGS = {"softmax_reading": lambda: SoftmaxReading(D, 2), "fast_weight_reading": lambda: FastWeightReading(D, 2)}
+# Every way into a layer, as a function of its input.
+CALLS = {
+    **SEQUENCE_LAYERS,
+    **{f"{name}.step": lambda make=make: token_by_token(make()) for name, make in SEQUENCE_LAYERS.items()},
+    **{f"{name}.remember": lambda make=make: make().remember for name, make in READINGS.items()},
+    **{name: lambda make=make: read(make()) for name, make in READINGS.items()},
+    "feed_forward": lambda: FeedForward(D, 12),
+}
+
+
+def token_by_token(layer):
+    return lambda x: layer.step(x[:, 0])
+
+
+def read(layer):
+    return lambda x: layer(x, layer.remember(torch.randn(2, 3, D)))
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_wrong_dtype_gets_a_remedy(call):
+    run, x = call(), torch.ones(2, 3, D)
+    run(x)
+    wanted = (
+        r"^x has dtype torch.float64 but the layer's weights are torch.float32; use x.float\(\) or layer.double\(\)$"
+    )
+    with pytest.raises(TypeError, match=wanted):
+        run(x.double())
+    with pytest.raises(TypeError, match=r"^x has dtype torch.int64 .* are torch.float32; use x.float\(\)$"):
+        run(x.long())
+    with torch.autocast("cpu", torch.bfloat16):
+        run(x.bfloat16())
+
+
+def test_the_remedies_work():
+    layer, x = fw.SoftmaxAttention(D, 2).half(), torch.ones(1, 2, D)
+    with pytest.raises(TypeError, match=r"use x.half\(\) or layer.float\(\)$"):
+        layer(x)
+    layer(x.half())
+    layer.float()(x)
+
+
+def test_the_softmax_takes_any_dtype_of_numbers_with_a_point():
+    layer, targets = AdaptiveSoftmax(20, D, (5,)), torch.tensor([0, 7])
+    for dtype in (torch.float64, torch.bfloat16):
+        layer(torch.ones(2, D, dtype=dtype), targets)
+    for run in (lambda x: layer(x, targets), layer.log_prob, layer.predict, layer.sample):
+        with pytest.raises(TypeError, match=r"^hidden has dtype torch.int32 .*; use hidden.float\(\)$"):
+            run(torch.ones(2, D, dtype=torch.int32))
+
+
+def test_a_replaced_projection_knows_what_it_takes():
+    class Quantised(torch.nn.Module):
+        def forward(self, x):
+            return x.new_zeros(*x.shape[:-1], D, dtype=torch.float32)
+
+    layer = fw.SoftmaxAttention(D, 2)
+    layer.query = Quantised()
+    layer(torch.ones(1, 2, D))
+
+
+PICKLED = {
+    **{name: SEQUENCE_LAYERS[name] for name in ("softmax", "relative")},
+    **READINGS,
+    "feed_forward": lambda: FeedForward(D, 12),
+    "adaptive_softmax": lambda: AdaptiveSoftmax(20, D, (5,)),
+    **{f"map {name}": lambda name=name: fw.feature_map(name, D) for name in fw.list_feature_maps()},
+}
+
+
+@pytest.mark.parametrize("make", PICKLED.values(), ids=PICKLED)
+def test_layers_can_be_pickled(make):
+    layer, file = make(), io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    for again in (pickle.loads(pickle.dumps(layer)), torch.load(file, weights_only=False), copy.deepcopy(layer)):
+        assert type(again) is type(layer) and repr(again) == repr(layer)
+        for ours, theirs in zip(again.state_dict().items(), layer.state_dict().items(), strict=True):
+            assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])
