@@ -80,9 +80,10 @@ def test_kernels_over_groups_hold_nothing_that_is_not_needed(monkeypatch):
     """A slot for each chunk, and no gradient of the states between groups when those of queries and keys are made."""
     pytest.importorskip("triton")
     from fastweights.ops.gpu.memory import grouped as walks
+    from fastweights.ops.gpu.memory import launcher
     from fastweights.ops.gpu.memory import plan as launch
 
-    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(launcher, "_planned", {})
     for name in ("invert_chunks", "walk_forward", "walk_backward", "chunk_gradients"):
         monkeypatch.setattr(launch, name, NoKernel(getattr(launch, name)))
     monkeypatch.setattr(walks, "scan_groups", NoKernel(walks.scan_groups))

@@ -30,6 +30,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from fastweights.ops.gpu.memory import grouped as walks  # noqa: E402
+from fastweights.ops.gpu.memory import launcher  # noqa: E402
 from fastweights.ops.gpu.memory import plan as launch  # noqa: E402
 from fastweights.ops.gpu.memory.kernels import one_token  # noqa: E402
 from fastweights.ops.gpu.memory.kernels import recurrent_backward as token_backward  # noqa: E402
@@ -117,7 +118,7 @@ def launches(
     With attention normalisation its gates are not `tied`: what is erased is divided.
     """
     calls: list[Any] = []
-    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(launcher, "_planned", {})
     homes = {"scan_groups": walks, "walk_tokens_forward": token_forward, "walk_tokens_backward": token_backward}
     for name in KERNELS:
         home = homes.get(name, launch)
@@ -142,10 +143,12 @@ def launches(
 def specialised(call: Any) -> tuple[Any, ...]:
     """What decides which kernel is compiled for a launch."""
     kernel, arguments, options = call
-    kinds = [
-        "number" if parameter.do_not_specialize else value.dtype if isinstance(value, torch.Tensor) else value
-        for parameter, value in zip(kernel.params, arguments, strict=True)
-    ]
+
+    def kind(value: Any) -> Any:
+        return tuple(map(kind, value)) if isinstance(value, tuple) else getattr(value, "dtype", value)
+
+    pairs = zip(kernel.params, arguments, strict=True)
+    kinds = ["number" if parameter.do_not_specialize else kind(value) for parameter, value in pairs]
     return kernel, kinds, options
 
 
@@ -154,10 +157,11 @@ def specialised(call: Any) -> tuple[Any, ...]:
 def test_what_is_compiled_ahead_is_what_runs(monkeypatch, dtype, D, M, config, gated):
     calls = launches(monkeypatch, dtype, D, M, config, gated)
     run = [specialised(call) for call in calls]
-    walk, *_ = launch._plans.values()
+    walk, *_ = launcher._planned.values()
     for back in (False, True):
         calls.clear()
-        walk._compile(back)
+        for one in walk.launches(back):
+            one.compile()
         ahead = [specialised(call) for call in calls]
         assert ahead and all(call in run for call in ahead)
         assert any(kernel.__name__ in ("walk_backward", "walk_tokens_backward") for kernel, *_ in ahead) is back
@@ -172,8 +176,9 @@ def test_compiled_ahead_once_and_not_in_a_graph(monkeypatch):
     # Nothing is compiled for tensors that are not on a GPU.
     for index, capturing, times in ((None, False, 0), (0, True, 0), (0, False, 1)):
         launches(monkeypatch, torch.bfloat16, 64, 64, TABLE[torch.bfloat16][64, 64], gated=False)
-        (walk,) = launch._plans.values()
-        walk.index, walk.compiled_ahead = index, False
+        (walk,) = launcher._planned.values()
+        walk.device = torch.device("meta") if index is None else torch.device("cuda", index)
+        walk.compiled_ahead = False
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", partial(bool, capturing))
         for _ in range(2):
             walk.compile_ahead(True)
@@ -183,24 +188,23 @@ def test_compiled_ahead_once_and_not_in_a_graph(monkeypatch):
 def build(call: Any, capability: int) -> Any:
     """Compile one recorded launch, specialised as the launcher would."""
     kernel, arguments, options = call
-    signature: dict[str, str] = {}
-    constants = {}
+    signature: dict[str, Any] = {}
+    constants: dict[Any, Any] = {}
     divisible = {}
+
+    def kind(value: Any, path: tuple[int, ...], parameter: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(kind(x, (*path, i), parameter) for i, x in enumerate(value))
+        number = isinstance(value, int)
+        if parameter.is_constexpr or value is None or (number and value == 1 and not parameter.do_not_specialize):
+            constants[path] = value
+            return "constexpr"
+        if not parameter.do_not_specialize and (not number or value % 16 == 0):
+            divisible[path] = [["tt.divisibility", 16]]
+        return "i32" if number else POINTERS[value.dtype]
+
     for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
-        name = parameter.name
-        if parameter.is_constexpr or value is None:
-            constants[name] = value
-            continue
-        if isinstance(value, int) and parameter.do_not_specialize:
-            signature[name] = "i32"
-            continue
-        if isinstance(value, int) and value == 1:
-            constants[name] = value
-            continue
-        signature[name] = "i32" if isinstance(value, int) else POINTERS[value.dtype]
-        if not isinstance(value, int) or value % 16 == 0:
-            divisible[(i,)] = [["tt.divisibility", 16]]
-    signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+        signature[parameter.name] = kind(value, (i,), parameter)
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, divisible)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
@@ -294,7 +298,7 @@ def test_walks_wait_for_no_load(monkeypatch, dtype, D, M):
 @pytest.mark.parametrize(("dtype", "D", "M"), [(torch.bfloat16, 32, 32), (torch.float16, 512, 256)])
 def test_one_token_compiles(monkeypatch, dtype, D, M):
     calls: list[Any] = []
-    monkeypatch.setattr(one_token, "_starts", {})
+    monkeypatch.setattr(launcher, "_planned", {})
     monkeypatch.setattr(one_token, "take_step", Recorder(one_token.take_step, calls))
     q, v = (torch.empty(2, 1, 8, n, dtype=dtype, device="meta") for n in (D, M))
     gate = torch.empty(2, 1, 8, device="meta")

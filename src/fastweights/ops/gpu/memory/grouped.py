@@ -7,9 +7,10 @@ from torch import Tensor
 
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.gpu.memory.kernels.group_scan import scan_groups
-from fastweights.ops.gpu.memory.launcher import Constants, Start, paced
+from fastweights.ops.gpu.memory.kernels.options import Options
+from fastweights.ops.gpu.memory.launcher import Launch
 from fastweights.ops.gpu.memory.plan import Gradients, plan
-from fastweights.ops.gpu.memory.strides import REACH, Gates, addressable, ready
+from fastweights.ops.gpu.memory.strides import Gates, addressable, addressable_inputs
 from fastweights.ops.gpu.memory.variants import Variant, group_length, power_of_two
 
 
@@ -40,7 +41,7 @@ def forward(
         D = features.size(R)
         assert config.prepared, "the first walk forms no inverses that others could use"
         bounds = _bounds(B, T, length, q.device)
-        inputs = q, k, v, a, e, w = ready(REACH, q, k, v, *gates)
+        inputs = q, k, v, a, e, w = addressable_inputs((q, k, v, *gates))
         groups = bounds.numel() - 1
         # What each group makes of no state, and of every unit vector.
         nothing = v.new_zeros(D).expand(*q.shape[:3], D)
@@ -88,7 +89,7 @@ def backward(
         B, T, *_ = q.shape
         bounds = _bounds(B, T, length, q.device)
         dy = addressable(dy)
-        inputs = q, k, v, a, e, w = ready(REACH, q, k, v, *gates)
+        inputs = q, k, v, a, e, w = addressable_inputs((q, k, v, *gates))
         walks = plan(q, k, v, (a, e, w), bounds.numel() - 1, bounds, *how, grouped=True)
         # What each group makes of no gradient, then the gradients between groups, then everything.
         *_, changes = walks.walk_back(inputs, dy, None, *kept, bounds, True, only_state=True)[0]
@@ -118,16 +119,11 @@ def _scan(B: int, transitions: Tensor, changes: Tensor, initial: Tensor | None, 
     """The state before each group, or with `back` the gradient of the state after it."""
     groups, H, D, M = changes.shape
     states = torch.empty_like(changes)
-    block = min(16, power_of_two(M))
+    block, wide, device = min(16, power_of_two(M)), changes.dtype, changes.device
+    precision = "ieee" if wide == torch.float64 else "tf32x3"
+    options = Options(H=H, R=D, D=D, M=M, block_D=power_of_two(D), block_M=block, precision=precision)
+    programs, stages = B * H * -(-M // block), 3 if D <= 64 else 2
+    scan = Launch(scan_groups, programs, (wide, wide, wide, wide), 2, (back, options), 4, stages, device)
     begin = changes if initial is None else initial.contiguous()
-
-    def constants() -> Constants:
-        precision = "ieee" if changes.dtype == torch.float64 else "tf32x3"
-        sizes = {"BLOCK_D": power_of_two(D), "BLOCK_M": block, "BACK": back, "PRECISION": precision}
-        return {"H": H, "D": D, "M": M, **sizes}
-
-    depends_on = (changes.device.index, changes.dtype, H, D, M, back)
-    programs = B * H * -(-M // block)
-    start = Start(scan_groups, depends_on, programs, (), constants, paced(4, 3 if D <= 64 else 2), changes.device)
-    start((transitions, changes, begin, states), groups // B, int(initial is not None))
+    scan((transitions, changes, begin, states), groups // B, int(initial is not None))
     return states

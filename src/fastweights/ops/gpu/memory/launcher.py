@@ -1,90 +1,122 @@
-"""Starting a kernel with little Python: everything but its pointers is bound once.
+"""Launching a kernel with little Python: everything but its pointers is bound once.
 
-Triton's own launcher binds and specialises some forty arguments at each call, which takes longer than the smaller
+Triton's own launcher binds and specialises some twenty arguments at each call, which takes longer than the smaller
 kernels run. What a compiled kernel depends on is known here, so it is looked up by that and called directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime.jit import MockTensor
 
-Constants = dict[str, Any]
+# A tensor argument, or several that travel as one tuple.
+Tensors = tuple[Tensor | tuple[Tensor | None, ...] | None, ...]
+Dtypes = tuple[torch.dtype | tuple[torch.dtype | None, ...] | None, ...]
+Made = TypeVar("Made")
 
-# Compiled kernels, and the values of their compile-time arguments, by everything they depend on.
-_compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
-# What is kept by shape is forgotten when there have been so many shapes.
+# Compiled kernels by everything they depend on.
+_compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+# What was planned by shape; forgotten when there have been so many shapes.
+_planned: dict[tuple[Any, ...], Any] = {}
 MOST_SHAPES = 4096
 
 
-class Start:
-    """One kernel on one grid, with everything bound but its pointers and the integers that change from call to call."""
+def planned(key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
+    """Return what was made for this key before, or make it."""
+    known: Made | None = _planned.get(key)
+    if known is None:
+        if len(_planned) >= MOST_SHAPES:
+            _planned.clear()
+        _planned[key] = known = make()
+    return known
 
-    __slots__ = ("constants", "depends_on", "device", "found", "grid", "kernel", "pace", "strides")
+
+class Launch:
+    """One kernel on one grid, with everything bound but its tensors and the integers that change from call to call.
+
+    Args:
+        kernel: takes tensors, then `integers` numbers that it is not specialised for, then `constants`.
+        dtypes: those of the tensors, in the same tuples.
+        constants: strides, compile-time options: the same at every call.
+    """
+
+    __slots__ = ("constants", "device", "dtypes", "grid", "integers", "kernel", "key", "options", "ready")
 
     def __init__(
         self,
         kernel: Any,
-        depends_on: tuple[Any, ...],
         grid: int,
-        strides: tuple[int, ...],
-        constants: Callable[[], Constants],
-        pace: dict[str, int],
+        dtypes: Dtypes,
+        integers: int,
+        constants: tuple[Any, ...],
+        warps: int,
+        stages: int,
         device: torch.device,
     ) -> None:
-        """`constants` are made when the kernel is compiled; `pace` are the compiler's options."""
-        self.kernel, self.depends_on, self.grid, self.strides = kernel, (id(kernel), *depends_on), grid, strides
-        self.constants, self.pace, self.device = constants, pace, device.index
-        self.found: tuple[Any, ...] | None = None
+        self.kernel, self.grid, self.dtypes, self.integers, self.constants = kernel, grid, dtypes, integers, constants
+        self.options, self.device = {"num_warps": warps, "num_stages": stages}, device.index
+        self.key = (id(kernel), self.device, dtypes, constants, warps, stages)
+        self.ready: tuple[Any, ...] | None = None
 
-    def __call__(self, tensors: Sequence[Tensor | None], *integers: int) -> None:
-        pointers = [0 if x is None else x.data_ptr() for x in tensors]
+    def __call__(self, tensors: Tensors, *integers: int) -> None:
+        pointers: list[Any] = []
         bits = 0
-        for pointer in pointers:
-            bits |= pointer
-        if self.found is not None and not bits & 15:
-            run, function, metadata, rest = self.found
+        for x in tensors:
+            if x is None:
+                pointers.append(0)
+            elif type(x) is tuple:
+                group = [0 if y is None else y.data_ptr() for y in x]
+                for pointer in group:
+                    bits |= pointer
+                pointers.append(tuple(group))
+            else:
+                pointer = x.data_ptr()  # type: ignore[union-attr]
+                bits |= pointer
+                pointers.append(pointer)
+        # Off a 16-byte boundary another kernel has to run, which Triton's launcher finds.
+        aligned = not bits & 15
+        if self.ready is not None and aligned:
+            run, function, metadata = self.ready
             stream = torch._C._cuda_getCurrentRawStream(self.device)
-            # No hooks: nobody who profiles gets in here, see `_find`.
-            run(self.grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *integers, *rest)
+            # No hooks: nobody who profiles gets in here, see `_bind`.
+            everything = (*pointers, *integers, *self.constants)
+            run(self.grid, 1, 1, stream, function, metadata, None, None, None, *everything)
             return
-        known = None if bits & 15 else _compiled.get(self.depends_on)
-        if known is None:
-            named = self.constants()
-            count = len(tensors) + len(integers) + len(self.strides)
-            values = tuple(named[name] for name in self.kernel.arg_names[count:])
-            arguments = (*tensors, *integers, *self.strides, *values)
-            result = self.kernel[(self.grid,)](*arguments, **self.pace)
-            if not bits & 15 and isinstance(result, CompiledKernel):
-                _compiled[self.depends_on] = result, values
-                self._find(result, values)
+        compiled = _compiled.get(self.key) if aligned else None
+        if compiled is not None:
+            compiled[(self.grid, 1, 1)](*pointers, *integers, *self.constants)
+            self._bind(compiled)
             return
-        compiled, values = known
-        compiled[(self.grid, 1, 1)](*pointers, *integers, *self.strides, *values)
-        self._find(compiled, values)
+        compiled = self.kernel[(self.grid,)](*tensors, *integers, *self.constants, **self.options)
+        if aligned and isinstance(compiled, CompiledKernel):
+            _compiled[self.key] = compiled
+            self._bind(compiled)
 
     @property
     def known(self) -> bool:
         """Whether the kernel was compiled in this process, for this shape or another."""
-        return self.depends_on in _compiled
+        return self.key in _compiled
 
-    def compile(self, kinds: Sequence[torch.dtype | None], *integers: int) -> Any:
-        """The kernel for tensors of these dtypes, compiled and not run."""
-        named = self.constants()
-        values = (named[name] for name in self.kernel.arg_names[len(kinds) + len(integers) + len(self.strides) :])
-        return self.kernel.warmup(*kinds, *integers, *self.strides, *values, grid=(1,), **self.pace)
+    def compile(self) -> Any:
+        """Have the kernel compiled and not run."""
+        wrapped = [
+            tuple(map(MockTensor.wrap_dtype, x)) if isinstance(x, tuple) else MockTensor.wrap_dtype(x)
+            for x in self.dtypes
+        ]
+        return self.kernel.warmup(*wrapped, *[1] * self.integers, *self.constants, grid=(1,), **self.options)
 
-    def _find(self, compiled: Any, values: tuple[Any, ...]) -> None:
+    def _bind(self, compiled: Any) -> None:
         """Remember how to run a kernel without Triton's hooks, unless somebody hooked in."""
         from triton import knobs
 
         if not (getattr(knobs.runtime.launch_enter_hook, "calls", None) or self.device is None):
-            self.found = (compiled.run, compiled.function, compiled.packed_metadata, (*self.strides, *values))
+            self.ready = (compiled.run, compiled.function, compiled.packed_metadata)
 
 
 def side_by_side(compile_all: Callable[[], Iterable[Any]]) -> None:
@@ -108,9 +140,8 @@ def side_by_side(compile_all: Callable[[], Iterable[Any]]) -> None:
             waiting.submit(launcher, kernel)
 
 
-def paced(warps: int, stages: int) -> dict[str, int]:
-    """The compiler's options for a launch."""
-    return {"num_warps": warps, "num_stages": stages}
+def dtype_of(x: Tensor | None) -> torch.dtype | None:
+    return None if x is None else x.dtype
 
 
 def kind_of(x: Tensor | None) -> tuple[torch.dtype, tuple[int, ...]] | None:

@@ -5,23 +5,50 @@ from __future__ import annotations
 from torch import Tensor
 
 Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
-
+# q, k, v, a, e, w.
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 # Kernels that step from chunk to chunk reach over fewer tokens than this from where they stand.
 REACH = 128
+# Strides that are multiples of this are passed as such multiples; Triton itself only looks for 16.
+_UNIT = 8
 
 
-def even(gates: Gates, axis: int = 1, reach: int = REACH) -> tuple[Gates, tuple[int, int]]:
+class Layout:
+    """How the inputs of a call lie in memory: which of them have to be copied first, and the strides of all."""
+
+    def __init__(self, inputs: Inputs, reach: int) -> None:
+        """`reach`: tokens that a kernel counts entries over in 32 bits."""
+        self.reach = reach
+        ready = q, k, v, a, e, w = addressable_inputs(inputs, reach)
+        self.as_given = all(x is y for x, y in zip(ready, inputs, strict=True))
+        self._strides = strides_of(q, k, v)
+        self.gates = common_strides((a, e, w), reach=reach)[1]
+
+    def prepare(self, inputs: Inputs) -> Inputs:
+        """Return inputs that lie like those of the plan with strides that the kernels can take."""
+        return inputs if self.as_given else addressable_inputs(inputs, self.reach)
+
+    def in_units(self, dy: Tensor | None = None) -> tuple[int, tuple[int, ...]]:
+        """The unit, and the token and head strides of q, k, v and dy in it, then those of the gates."""
+        strides = self._strides if dy is None else (*self._strides, *strides_of(dy))
+        if any(stride % _UNIT for stride in strides):
+            return 1, (*strides, *self.gates)
+        return _UNIT, (*(stride // _UNIT for stride in strides), *self.gates)
+
+
+def common_strides(gates: Gates, axis: int = 1, reach: int = REACH) -> tuple[Gates, tuple[int, int]]:
     """The gates with strides that they all have, and those strides, of `axis` (tokens, or 0 for batches) and heads."""
-    there = [gate for gate in gates if gate is not None]
-    if not there:
+    present = [gate for gate in gates if gate is not None]
+    if not present:
         return gates, (1, 1)
-    strides = there[0].stride()
-    if any(gate.stride() != strides for gate in there) or (axis == 1 and not _in_line(there[0], reach)):
+    first = present[0]
+    strides = first.stride()
+    if any(gate.stride() != strides for gate in present) or (axis == 1 and not _in_line(first, reach)):
         a, e, w = (None if gate is None else gate.contiguous() for gate in gates)
-        H, T = there[0].shape[2], there[0].shape[1]
+        H, T = first.shape[2], first.shape[1]
         return (a, e, w), (H if axis == 1 else H * T, 1)
-    return gates, (_token_stride(there[0]) if axis == 1 else strides[0], strides[2])
+    return gates, (_token_stride(first) if axis == 1 else strides[0], strides[2])
 
 
 def _in_line(x: Tensor, reach: int) -> bool:
@@ -42,25 +69,13 @@ def addressable(x: Tensor, reach: int = REACH) -> Tensor:
     return x if x.stride(3) == 1 and _in_line(x, reach) else x.contiguous()
 
 
-def ready(
-    reach: int, q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, e: Tensor | None, w: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def addressable_inputs(inputs: Inputs, reach: int = REACH) -> Inputs:
     """The inputs with strides that the kernels can take."""
-    gates = even((a, e, w), reach=reach)[0]
+    q, k, v, a, e, w = inputs
+    gates = common_strides((a, e, w), reach=reach)[0]
     return addressable(q, reach), addressable(k, reach), addressable(v, reach), *gates
-
-
-# Strides that are multiples of so many entries are passed as such multiples; Triton itself only looks for 16.
-_UNIT = 8
 
 
 def strides_of(*tensors: Tensor) -> tuple[int, ...]:
     """Of each of the tensors (B, T, H, ·), from token to token and from head to head."""
     return tuple(stride for x in tensors for stride in (_token_stride(x), x.stride(2)))
-
-
-def in_units(steps: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """The unit, and how many of it the strides are."""
-    if any(stride % _UNIT for stride in steps):
-        return 1, steps
-    return _UNIT, tuple(stride // _UNIT for stride in steps)

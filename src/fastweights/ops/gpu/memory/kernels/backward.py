@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The walk back through all chunks: the gradient of the state, and with `FUSED` every other gradient on the way.
+"""The walk back through all chunks: the gradient of the state, and with `o.fused` every other gradient on the way.
 
-Without `FUSED` a program takes some value columns only, and leaves the gradient of the state after each chunk and that
-of the right side of the equation for U to `chunks.chunk_gradients`; with `ONLY` it leaves nothing but the gradient of
-the first state.
+Without it a program takes some value columns only, and leaves the gradient of the state after each chunk and that of
+the right side of the equation for U to `chunk_gradients`; with `o.only_state` it leaves nothing but the gradient of the
+first state.
 """
 
 import triton
@@ -16,7 +16,7 @@ from fastweights.ops.gpu.memory.kernels.gradients import (
     store_gate_gradient,
     store_key_gradients,
 )
-from fastweights.ops.gpu.memory.kernels.maps import DPFP, gate_slope, load_features, load_raw, mapped, one_over_sum
+from fastweights.ops.gpu.memory.kernels.maps import gate_slope, load_features, load_raw, mapped, one_over_sum
 from fastweights.ops.gpu.memory.kernels.tiles import (
     at_or_above,
     dot,
@@ -25,7 +25,7 @@ from fastweights.ops.gpu.memory.kernels.tiles import (
     load_by_product,
     load_gate,
     load_rows,
-    load_turned,
+    load_transposed,
     multiply,
     reach_of,
     sequence,
@@ -35,96 +35,75 @@ from fastweights.ops.gpu.memory.kernels.tiles import (
 
 @triton.jit(do_not_specialize=["T", "final", "wanted"])
 def walk_backward(
-    q,
-    k,
-    v,
-    a,
-    e,
-    w,
-    cu_seqlens,
-    states,
-    inverses,
-    errors,
-    dy,
-    dW_end,
-    dq,
-    dk,
-    dv,
-    da,
-    de,
-    dw,
-    dW,
-    dstates,
-    dright,
+    q,  # (B, T, H, R)
+    k,  # (B, T, H, R)
+    v,  # (B, T, H, M)
+    gates,  # a, e, w, each (B, T, H) or None
+    cu_seqlens,  # (N + 1,) or None
+    states,  # (slots, H, M, D), kept by `walk_forward`
+    inverses,  # (slots, H, C, C), the same
+    errors,  # (B, T, H, M), the same
+    dy,  # (B, T, H, M)
+    dW_end,  # (N, H, D, M)
+    dq,  # (B, T, H, R)
+    dk,  # (B, T, H, R)
+    dv,  # (B, T, H, M)
+    dgates,  # da, de, dw, each (B, T, H) or None
+    dW,  # (N, H, D, M), of the first state
+    dstates,  # (slots, H, M, D), for `chunk_gradients`: of the state after each chunk
+    dright,  # (B, T, H, M), for `chunk_gradients`: dR
     T,
     final,
     wanted,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    dy_token,
-    dy_head,
-    gate_token,
-    gate_head,
-    UNIT: tl.constexpr,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    DECAY: tl.constexpr,
-    ERASE: tl.constexpr,
-    WRITE: tl.constexpr,
-    TIED: tl.constexpr,
-    PACKED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    FUSED: tl.constexpr,
-    ONLY: tl.constexpr,
-    RIGHT: tl.constexpr,
-    MAP: tl.constexpr,
-    SUM: tl.constexpr,
-    GATHER: tl.constexpr,
-    TWICE: tl.constexpr,
-    AHEAD: tl.constexpr,
-    LOGITS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SOLVE: tl.constexpr,
+    strides,  # token and head strides of q, k, v, dy and the gates
+    o: tl.constexpr,
 ):
-    q_token *= UNIT
-    q_head *= UNIT
-    k_token *= UNIT
-    k_head *= UNIT
-    v_token *= UNIT
-    v_head *= UNIT
-    dy_token *= UNIT
-    dy_head *= UNIT
-    splits: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    """Take the gradient of one head's state, for some value columns, back through all chunks of a sequence.
+
+    dW_end is read where it is `final`, else zero; dW is written where it is `wanted`. A chunk, with states and values
+    transposed as the code has them:
+
+        P = (q @ k.T * Γ).tril()                                # scores, rows t
+        dU = dW @ k.T * Γ[-1] + dy.T @ P
+        dR = dU - (dU * e) @ Z.T
+        dv = dR * w                                             # e where one gate erases and writes
+        if fused:                                               # else by `chunk_gradients`
+            dscores, dkeys = `score_gradients`
+            dq, dk = `key_gradients`
+            de, dw, da = (dR * E.T).sum(0), (dR * v.T).sum(0), `decay_gradient`
+        dW = dW * γ[-1] + (dy.T * γ) @ q - (dR * e * γ) @ k
+    """
+    C: tl.constexpr = o.C
+    a, e, w = gates
+    da, de, dw = dgates
+    q_token, q_head, k_token, k_head, v_token, v_head, dy_token, dy_head, gate_token, gate_head = strides
+    q_token *= o.unit
+    q_head *= o.unit
+    k_token *= o.unit
+    k_head *= o.unit
+    v_token *= o.unit
+    v_head *= o.unit
+    dy_token *= o.unit
+    dy_head *= o.unit
+    splits: tl.constexpr = (o.M + o.block_M - 1) // o.block_M
     # Tiles that products take from both sides are loaded for each.
-    AGAIN: tl.constexpr = AHEAD and TWICE and PRECISION != "ieee" and MAP == 0
+    AGAIN: tl.constexpr = o.prefetch and o.both_ways and o.precision != "ieee" and o.map == "none"
     # A product that is needed anyway has the sums for the gate's gradient on its diagonal.
-    DIAGONAL: tl.constexpr = AHEAD and TIED
-    KNOWN: tl.constexpr = AHEAD and MAP != 0 and SUM
+    DIAGONAL: tl.constexpr = o.prefetch and o.tied
+    KNOWN: tl.constexpr = o.prefetch and o.map != "none" and o.sum
     program = tl.program_id(0)
-    head = (program // splits) % H
-    n = program // (splits * H)
-    first, length, slot = sequence(n, T, cu_seqlens, C, PACKED, GROUPED)
+    head = (program // splits) % o.H
+    n = program // (splits * o.H)
+    first, length, slot = sequence(n, T, cu_seqlens, o)
 
     rows = tl.arange(0, C)
     s = rows[:, None]
     t = rows[None, :]
-    d = tl.arange(0, BLOCK_D)
-    m = (program % splits) * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_state = (m[:, None] < M) & (d[None, :] < D)
-    state = (n.to(tl.int64) * H + head) * D * M
-    dW_t = tl.load(dW_end + state + d[None, :] * M + m[:, None], in_state & (final != 0), 0.0).to(ACC)
+    d = tl.arange(0, o.block_D)
+    m = (program % splits) * o.block_M + tl.arange(0, o.block_M)
+    in_state = (m[:, None] < o.M) & (d[None, :] < o.D)
+    state = (n.to(tl.int64) * o.H + head) * o.D * o.M
+    dW_t = tl.load(dW_end + state + d[None, :] * o.M + m[:, None], in_state & (final != 0), 0.0).to(o.acc)
 
     chunks = tl.cdiv(length, C)
     token = first + (chunks - 1) * C
@@ -132,81 +111,75 @@ def walk_backward(
     left = length - (chunks - 1) * C
     for _ in range(0, chunks):
         gate = token * gate_token + head * gate_head
-        gate_out = token * H + head
+        gate_out = token * o.H + head
         q_at = q + token * q_token + head * q_head
         k_at = k + token * k_token + head * k_head
-        q_, q_t = load_features(
-            q_at, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, TWICE, OPERAND, ACC, PRECISION
-        )
-        k_, k_t = load_features(
-            k_at, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, TWICE, OPERAND, ACC, PRECISION
-        )
+        q_, q_t = load_features(q_at, rows, left, d, q_token, o)
+        k_, k_t = load_features(k_at, rows, left, d, k_token, o)
         dy_at = dy + token * dy_token + head * dy_head
-        dy_t = load_turned(dy_at, rows, left, m, dy_token, M, TWICE)
-        q_left = load_again(q_, q_at, rows, left, d, q_token, 1, D, AGAIN)
-        state_at = (slot * H + head) * D * M
-        here = state_at + m[:, None] * D + d[None, :]
+        dy_t = load_transposed(dy_at, rows, left, m, dy_token, o.M, o.both_ways)
+        q_left = load_again(q_, q_at, rows, left, d, q_token, 1, o.D, AGAIN)
+        state_at = (slot * o.H + head) * o.D * o.M
+        here = state_at + m[:, None] * o.D + d[None, :]
         # Coefficients that are not there cost nothing: the products they stand in are skipped.
-        fade = tl.full((C,), 1.0, ACC)
-        remain = tl.full((C,), 1.0, ACC)
-        erase = tl.full((C,), 0.0, ACC)
-        write = tl.full((C,), 1.0, ACC)
+        fade = tl.full((C,), 1.0, o.acc)
+        remain = tl.full((C,), 1.0, o.acc)
+        erase = tl.full((C,), 0.0, o.acc)
+        write = tl.full((C,), 1.0, o.acc)
         last = 1.0
-        if ERASE:
-            erase = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
-            Z_at = inverses + (slot * H + head) * C * C
-            if TWICE:
+        if o.erase:
+            erase = load_gate(e + gate, rows, left, gate_token, 0.0, o)
+            Z_at = inverses + (slot * o.H + head) * C * C
+            if o.both_ways:
                 Z = tl.load(Z_at + t * C + s, at_or_above(t, s), 0.0)
             else:
                 Z = tl.trans(tl.load(Z_at + s * C + t, at_or_above(s, t), 0.0))
-        if TIED:
+        if o.tied:
             write = erase
-        if WRITE:
-            write = load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
-        if FUSED:
+        if o.write:
+            write = load_gate(w + gate, rows, left, gate_token, 0.0, o)
+        if o.fused:
             # What gradients go back through at the end: loaded there, it would be waited for.
             q_raw = q_
             k_raw = k_
             q_scale = erase
             if KNOWN:
                 # The compiler finds that this was formed before. From q_raw it would be another sum, over more lanes.
-                raw = load_raw(q_at, rows, left, q_token, 1, R, BLOCK_R, TWICE)
-                phi = mapped(
-                    q_at, raw, rows, left, q_token, 1, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION
-                )
-                q_scale = tl.sum(one_over_sum(phi, 1, ACC), 1)
-            if MAP != 0:
-                if AHEAD and MAP != DPFP and PRECISION == "ieee":
-                    q_raw = load_by_product(q_at, rows, left, tl.arange(0, BLOCK_R), q_token, C, BLOCK_R, R)
+                raw = load_raw(q_at, rows, left, q_token, 1, o)
+                phi = mapped(q_at, raw, rows, left, q_token, 1, o)
+                q_scale = tl.sum(one_over_sum(phi, 1, o), 1)
+            if o.map != "none":
+                if o.prefetch and o.map != "dpfp" and o.precision == "ieee":
+                    q_raw = load_by_product(q_at, rows, left, tl.arange(0, o.block_R), q_token, C, o.block_R, o.R)
                 else:
-                    q_raw = load_raw(q_at, rows, left, q_token, 0, R, BLOCK_R, TWICE)
-                k_raw = load_raw(k_at, rows, left, k_token, 1, R, BLOCK_R, TWICE)
-            if DECAY:
-                a_slope = gate_slope(a + gate, rows, left, gate_token, LOGITS, ACC)
-            if ERASE:
-                e_slope = gate_slope(e + gate, rows, left, gate_token, LOGITS, ACC)
-            if WRITE:
-                w_slope = gate_slope(w + gate, rows, left, gate_token, LOGITS, ACC)
-            W = load_turned(states + state_at, m, M, d, D, D, TWICE)
+                    q_raw = load_raw(q_at, rows, left, q_token, 0, o)
+                k_raw = load_raw(k_at, rows, left, k_token, 1, o)
+            if o.decay:
+                a_slope = gate_slope(a + gate, rows, left, gate_token, o)
+            if o.erase:
+                e_slope = gate_slope(e + gate, rows, left, gate_token, o)
+            if o.write:
+                w_slope = gate_slope(w + gate, rows, left, gate_token, o)
+            W = load_transposed(states + state_at, m, o.M, d, o.D, o.D, o.both_ways)
             error = dy_t
-            if ERASE:
-                error_at = errors + token * H * M + head * M
+            if o.erase:
+                error_at = errors + token * o.H * o.M + head * o.M
                 if DIAGONAL:
-                    error = load_rows(error_at, rows, left, m, H * M, M)
+                    error = load_rows(error_at, rows, left, m, o.H * o.M, o.M)
                 else:
-                    error, error_t = load_both(error_at, rows, left, m, H * M, M, TWICE)
-            k_t_left = load_again(k_t, k_at, rows, left, d, k_token, 0, D, AGAIN)
-            dy_t_right = load_again(dy_t, dy_at, rows, left, m, dy_token, 0, M, AGAIN)
-            if not TIED:
-                v_, v_t = load_both(v + token * v_token + head * v_head, rows, left, m, v_token, M, TWICE)
+                    error, error_t = load_both(error_at, rows, left, m, o.H * o.M, o.M, o.both_ways)
+            k_t_left = load_again(k_t, k_at, rows, left, d, k_token, 0, o.D, AGAIN)
+            dy_t_right = load_again(dy_t, dy_at, rows, left, m, dy_token, 0, o.M, AGAIN)
+            if not o.tied:
+                v_, v_t = load_both(v + token * v_token + head * v_head, rows, left, m, v_token, o.M, o.both_ways)
 
-        scores = dot(q_left, k_t, OPERAND, PRECISION)
+        scores = dot(q_left, k_t, o)
         reach = scores
-        du = dot(dW_t, k_t, OPERAND, PRECISION)
-        if DECAY:
-            a_ = load_gate(a + gate, rows, left, gate_token, 1.0, LOGITS, ACC)
+        du = dot(dW_t, k_t, o)
+        if o.decay:
+            a_ = load_gate(a + gate, rows, left, gate_token, 1.0, o)
             fade = tl.associative_scan(a_, 0, multiply)
-            a_next = load_gate(a + gate + gate_token, rows, tl.minimum(left, C) - 1, gate_token, 1.0, LOGITS, ACC)
+            a_next = load_gate(a + gate + gate_token, rows, tl.minimum(left, C) - 1, gate_token, 1.0, o)
             remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
             last = tl.sum(tl.where(rows == C - 1, fade, 0.0), 0)
             reach = reach_of(a_, C)
@@ -214,82 +187,80 @@ def walk_backward(
             scores *= reach
         elif C == 64:
             # So many predicates do not fit in registers of theirs.
-            scores *= (s >= t).to(ACC)
+            scores *= (s >= t).to(o.acc)
         else:
             scores = tl.where(s >= t, scores, 0.0)
-        du += dot(dy_t, scores, OPERAND, PRECISION)
+        du += dot(dy_t, scores, o)
         # e dR: the gradient of what is not recalled; that of the values where one gate does both.
         drest = du
-        if ERASE:
-            du += dot(du * (erase * -1.0)[None, :], Z, OPERAND, PRECISION)
+        if o.erase:
+            du += dot(du * (erase * -1.0)[None, :], Z, o)
             drest = du * erase[None, :]
-        dv_at = dv + token * H * M + head * M
-        if not ONLY:
-            if TIED:
-                store_columns(dv_at, drest, rows, left, m, H * M, M)
-            elif WRITE:
-                store_columns(dv_at, du * write[None, :], rows, left, m, H * M, M)
+        dv_at = dv + token * o.H * o.M + head * o.M
+        if not o.only_state:
+            if o.tied:
+                store_columns(dv_at, drest, rows, left, m, o.H * o.M, o.M)
+            elif o.write:
+                store_columns(dv_at, du * write[None, :], rows, left, m, o.H * o.M, o.M)
             else:
-                store_columns(dv_at, du, rows, left, m, H * M, M)
+                store_columns(dv_at, du, rows, left, m, o.H * o.M, o.M)
 
-        if FUSED:
+        if o.fused:
             # Rounded once, as the operand it is below.
-            rounded = (du if DIAGONAL else drest).to(OPERAND)
+            rounded = (du if DIAGONAL else drest).to(o.operand)
             keys = reach
             scores = reach
-            if DECAY:
-                scores = dot(k_, q_t, OPERAND, PRECISION)
-                if ERASE:
-                    keys = dot(k_, k_t, OPERAND, PRECISION)
-            if TIED:
-                u = error.to(ACC) * erase[:, None]
+            if o.decay:
+                scores = dot(k_, q_t, o)
+                if o.erase:
+                    keys = dot(k_, k_t, o)
+            if o.tied:
+                u = error.to(o.acc) * erase[:, None]
             else:
-                u = v_.to(ACC) * write[:, None]
-                if ERASE:
-                    u += error.to(ACC) * erase[:, None]
-            u = u.to(OPERAND)
+                u = v_.to(o.acc) * write[:, None]
+                if o.erase:
+                    u += error.to(o.acc) * erase[:, None]
+            u = u.to(o.operand)
             dscores, dkeys, dreach, de_ = score_gradients(
-                u, error, dy_t_right, rounded, erase, scores, keys, reach,
-                C, DECAY, ERASE, DIAGONAL, OPERAND, PRECISION,
-            )  # fmt: skip
+                u, error, dy_t_right, rounded, erase, scores, keys, reach, DIAGONAL, o
+            )
             dq_t, dk_, recalled, read, kept = key_gradients(
-                q_, q_t, k_, k_t_left, W, dW_t, u, dy_t_right, rounded, erase, dscores, dkeys, fade, remain,
-                DECAY, ERASE, DIAGONAL, OPERAND, PRECISION,
-            )  # fmt: skip
-            key_at = gate_out * R
+                q_, q_t, k_, k_t_left, W, dW_t, u, dy_t_right, rounded, erase, dscores, dkeys, fade, remain, DIAGONAL, o
+            )
+            key_at = gate_out * o.R
             store_key_gradients(
-                dq + key_at, dk + key_at, dq_t, dk_, q_scale, q_at, k_at, q_raw, k_raw, rows, left, d, q_token, k_token,
-                H, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION, KNOWN,
+                dq + key_at, dk + key_at, dq_t, dk_, q_scale, q_at, k_at, q_raw, k_raw,
+                rows, left, d, q_token, k_token, KNOWN, o,
             )  # fmt: skip
-            if ERASE:
+            if o.erase:
                 if not DIAGONAL:
-                    de_ = tl.sum(du * error_t.to(ACC), 0)
-                store_gate_gradient(de + gate_out, de_, e_slope, rows, left, H)
-            if WRITE:
-                dw_ = tl.sum(du * v_t.to(ACC), 0)
-                store_gate_gradient(dw + gate_out, dw_, w_slope, rows, left, H)
-            if DECAY:
+                    de_ = tl.sum(du * error_t.to(o.acc), 0)
+                store_gate_gradient(de + gate_out, de_, e_slope, rows, left, o.H)
+            if o.write:
+                dw_ = tl.sum(du * v_t.to(o.acc), 0)
+                store_gate_gradient(dw + gate_out, dw_, w_slope, rows, left, o.H)
+            if o.decay:
                 earlier = tl.where(rows > 0, left, 0)
-                a_before = load_gate(a + gate - gate_token, rows, earlier, gate_token, 1.0, LOGITS, ACC)
+                a_before = load_gate(a + gate - gate_token, rows, earlier, gate_token, 1.0, o)
                 W_t = tl.load(states + here, in_state, 0.0)
-                whole = tl.sum(tl.sum(dW_t * W_t.to(ACC), 1), 0)
+                whole = tl.sum(tl.sum(dW_t * W_t.to(o.acc), 1), 0)
                 dfade = read - recalled + tl.where(rows == C - 1, whole, 0.0)
-                da_ = decay_gradient(dreach, kept, dfade, reach, a_before, C, SOLVE)
-                store_gate_gradient(da + gate_out, da_, a_slope, rows, left, H)
-        elif not ONLY:
+                da_ = decay_gradient(dreach, kept, dfade, reach, a_before, o)
+                store_gate_gradient(da + gate_out, da_, a_slope, rows, left, o.H)
+        elif not o.only_state:
             tl.store(dstates + here, dW_t.to(dstates.dtype.element_ty), in_state)
-            if RIGHT:
-                store_columns(dright + token * H * M + head * M, du, rows, left, m, H * M, M)
+            if o.separate:
+                store_columns(dright + token * o.H * o.M + head * o.M, du, rows, left, m, o.H * o.M, o.M)
 
-        if DECAY:
+        if o.decay:
             dW_t *= last
-            dy_t = dy_t.to(ACC) * fade[None, :]
+            dy_t = dy_t.to(o.acc) * fade[None, :]
             drest *= fade[None, :]
-        dW_t += dot(dy_t, q_, OPERAND, PRECISION)
-        if ERASE:
-            dW_t -= dot(drest, k_, OPERAND, PRECISION)
+        dW_t += dot(dy_t, q_, o)
+        if o.erase:
+            dW_t -= dot(drest, k_, o)
         token -= C
         slot -= 1
         left += C
 
-    tl.store(dW + state + d[None, :] * M + m[:, None], dW_t, in_state & (wanted != 0))
+    tl.store(dW + state + d[None, :] * o.M + m[:, None], dW_t, in_state & (wanted != 0))

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """The forward walk: one program takes one sequence, one head and some value columns through all chunks.
 
-Without `READ` it only carries the state along: nothing is read with q, and y is not written.
+Without `o.read` it only carries the state along: nothing is read with q, and y is not written.
 """
 
 import triton
@@ -14,7 +14,7 @@ from fastweights.ops.gpu.memory.kernels.tiles import (
     load_again,
     load_by_product,
     load_gate,
-    load_turned,
+    load_transposed,
     multiply,
     reach_transposed,
     resolvent,
@@ -26,204 +26,170 @@ from fastweights.ops.gpu.memory.kernels.tiles import (
 
 @triton.jit(do_not_specialize=["T", "keep", "given"])
 def walk_forward(
-    q,
-    k,
-    v,
-    a,
-    e,
-    w,
-    W,
-    cu_seqlens,
-    y,
-    W_end,
-    states,
-    inverses,
-    errors,
+    q,  # (B, T, H, R)
+    k,  # (B, T, H, R)
+    v,  # (B, T, H, M)
+    gates,  # a, e, w, each (B, T, H) or None
+    W,  # (N, H, D, M), the first state
+    cu_seqlens,  # (N + 1,) or None
+    y,  # (B, T, H, M)
+    W_end,  # (N, H, D, M)
+    states,  # (slots, H, M, D), the state before each chunk
+    inverses,  # (slots, H, C, C), Z of each chunk
+    errors,  # (B, T, H, M), E
     T,
     keep,
     given,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    gate_token,
-    gate_head,
-    UNIT: tl.constexpr,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    DECAY: tl.constexpr,
-    ERASE: tl.constexpr,
-    WRITE: tl.constexpr,
-    TIED: tl.constexpr,
-    PACKED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PREPARED: tl.constexpr,
-    READ: tl.constexpr,
-    MAP: tl.constexpr,
-    SUM: tl.constexpr,
-    GATHER: tl.constexpr,
-    TWICE: tl.constexpr,
-    AHEAD: tl.constexpr,
-    LOGITS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SOLVE: tl.constexpr,
+    strides,  # token and head strides of q, k, v and the gates
+    o: tl.constexpr,
 ):
-    q_token *= UNIT
-    q_head *= UNIT
-    k_token *= UNIT
-    k_head *= UNIT
-    v_token *= UNIT
-    v_head *= UNIT
-    splits: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    """Take one sequence, one head and some value columns through all chunks.
+
+    With `keep` the states, inverses and errors are written; W is read where it is `given`, else zero. A chunk, with
+    states and values transposed as the code has them (Γ and γ as in docs/kernels.md, all 1 without decay):
+
+        states[slot] = W                                        # (M, D)
+        P = (k @ q.T * Γ.T).triu()                              # scores, rows s
+        A = (k @ k.T * Γ.T).triu(1)
+        Z = inverse(I + A * e) @ A                              # `resolvent`
+        H = v.T - W @ k.T * γ                                   # one gate erases and writes; else -W @ k.T * γ
+        E = H - (H * e) @ Z                                     # else H - (H * e + v.T * w) @ Z
+        U = E * e                                               # else E * e + v.T * w
+        y = W @ q.T * γ + U @ P
+        W = W * γ[-1] + (U * Γ[-1]) @ k
+    """
+    C: tl.constexpr = o.C
+    a, e, w = gates
+    q_token, q_head, k_token, k_head, v_token, v_head, gate_token, gate_head = strides
+    q_token *= o.unit
+    q_head *= o.unit
+    k_token *= o.unit
+    k_head *= o.unit
+    v_token *= o.unit
+    v_head *= o.unit
+    splits: tl.constexpr = (o.M + o.block_M - 1) // o.block_M
     # Tiles that products take from both sides are loaded for each.
-    AGAIN: tl.constexpr = AHEAD and TWICE and PRECISION != "ieee" and MAP == 0
+    AGAIN: tl.constexpr = o.prefetch and o.both_ways and o.precision != "ieee" and o.map == "none"
     program = tl.program_id(0)
-    head = (program // splits) % H
-    n = program // (splits * H)
-    first, length, slot = sequence(n, T, cu_seqlens, C, PACKED, GROUPED)
+    head = (program // splits) % o.H
+    n = program // (splits * o.H)
+    first, length, slot = sequence(n, T, cu_seqlens, o)
 
     rows = tl.arange(0, C)
     s = rows[:, None]
     t = rows[None, :]
-    d = tl.arange(0, BLOCK_D)
-    m = (program % splits) * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_state = (m[:, None] < M) & (d[None, :] < D)
+    d = tl.arange(0, o.block_D)
+    m = (program % splits) * o.block_M + tl.arange(0, o.block_M)
+    in_state = (m[:, None] < o.M) & (d[None, :] < o.D)
 
     q += first * q_token + head * q_head
     k += first * k_token + head * k_head
     v += first * v_token + head * v_head
-    y += (first * H + head) * M
+    y += (first * o.H + head) * o.M
     gate = first * gate_token + head * gate_head
-    state = (n.to(tl.int64) * H + head) * D * M
-    W_t = tl.load(W + state + d[None, :] * M + m[:, None], in_state & (given != 0), 0.0).to(ACC)
-    states += (slot * H + head) * D * M
-    inverses += (slot * H + head) * C * C
-    errors += (first * H + head) * M
+    state = (n.to(tl.int64) * o.H + head) * o.D * o.M
+    W_t = tl.load(W + state + d[None, :] * o.M + m[:, None], in_state & (given != 0), 0.0).to(o.acc)
+    states += (slot * o.H + head) * o.D * o.M
+    inverses += (slot * o.H + head) * C * C
+    errors += (first * o.H + head) * o.M
 
     for start in range(0, length, C):
         left = length - start
-        if READ:
+        if o.read:
             # A mask, not a branch or a variant: what inference runs is what training checks.
-            tl.store(states + m[:, None] * D + d[None, :], W_t.to(states.dtype.element_ty), in_state & (keep != 0))
-            states += H * D * M
-        k_, k_t = load_features(
-            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, TWICE, OPERAND, ACC, PRECISION
-        )
-        if AHEAD and PRECISION == "ieee":
-            u = load_by_product(v, rows, left, m, v_token, C, BLOCK_M, M).to(ACC)
+            tl.store(states + m[:, None] * o.D + d[None, :], W_t.to(states.dtype.element_ty), in_state & (keep != 0))
+            states += o.H * o.D * o.M
+        k_, k_t = load_features(k, rows, left, d, k_token, o)
+        if o.prefetch and o.precision == "ieee":
+            u = load_by_product(v, rows, left, m, v_token, C, o.block_M, o.M).to(o.acc)
         else:
-            u = load_turned(v, rows, left, m, v_token, M, TWICE).to(ACC)
-        k_left = load_again(k_, k, rows, left, d, k_token, 1, D, AGAIN)
-        if READ:
-            _, q_t = load_features(
-                q, rows, left, d, q_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, TWICE, OPERAND, ACC, PRECISION
-            )
-            scores = tl.where(s <= t, dot(k_left, q_t, OPERAND, PRECISION), 0.0)
-            read = dot(W_t, q_t, OPERAND, PRECISION)
-        if DECAY:
-            a_ = load_gate(a + gate, rows, left, gate_token, 1.0, LOGITS, ACC)
-            a_next = load_gate(a + gate + gate_token, rows, tl.minimum(left, C) - 1, gate_token, 1.0, LOGITS, ACC)
+            u = load_transposed(v, rows, left, m, v_token, o.M, o.both_ways).to(o.acc)
+        k_left = load_again(k_, k, rows, left, d, k_token, 1, o.D, AGAIN)
+        if o.read:
+            _, q_t = load_features(q, rows, left, d, q_token, o)
+            scores = tl.where(s <= t, dot(k_left, q_t, o), 0.0)
+            read = dot(W_t, q_t, o)
+        if o.decay:
+            a_ = load_gate(a + gate, rows, left, gate_token, 1.0, o)
+            a_next = load_gate(a + gate + gate_token, rows, tl.minimum(left, C) - 1, gate_token, 1.0, o)
             fade = tl.associative_scan(a_, 0, multiply)
             remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
             reach = reach_transposed(a_, C)
-            if READ:
+            if o.read:
                 scores *= reach
                 read *= fade[None, :]
-        if WRITE:
-            u *= load_gate(w + gate, rows, left, gate_token, 0.0, LOGITS, ACC)[None, :]
-        if ERASE:
-            e_ = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
+        if o.write:
+            u *= load_gate(w + gate, rows, left, gate_token, 0.0, o)[None, :]
+        if o.erase:
+            e_ = load_gate(e + gate, rows, left, gate_token, 0.0, o)
             minus = e_ * -1.0
-            recall = dot(W_t, k_t, OPERAND, PRECISION)
-            if DECAY:
+            recall = dot(W_t, k_t, o)
+            if o.decay:
                 recall *= fade[None, :]
-            if PREPARED:
+            if o.prepared:
                 Z = tl.load(inverses + s * C + t, at_or_above(s, t), 0.0)
             else:
-                A = tl.where(s < t, dot(k_left, k_t, OPERAND, PRECISION), 0.0)
-                if DECAY:
+                A = tl.where(s < t, dot(k_left, k_t, o), 0.0)
+                if o.decay:
                     A *= reach
-                Z = resolvent(A, e_, C, OPERAND, SOLVE)
+                Z = resolvent(A, e_, o)
                 tl.store(inverses + s * C + t, Z.to(inverses.dtype.element_ty), at_or_above(s, t) & (keep != 0))
-            inverses += H * C * C
-            if TIED:
+            inverses += o.H * C * C
+            if o.tied:
                 error = u - recall
-                error += dot(error * minus[None, :], Z, OPERAND, PRECISION)
+                error += dot(error * minus[None, :], Z, o)
                 u = error * e_[None, :]
             else:
                 error = recall * -1.0
-                error += dot(error * minus[None, :] - u, Z, OPERAND, PRECISION)
+                error += dot(error * minus[None, :] - u, Z, o)
                 u += error * e_[None, :]
-            if READ:
-                store_columns(errors, error, rows, tl.where(keep != 0, left, 0), m, H * M, M)
-                errors += C * H * M
+            if o.read:
+                store_columns(errors, error, rows, tl.where(keep != 0, left, 0), m, o.H * o.M, o.M)
+                errors += C * o.H * o.M
 
-        if READ:
-            out = read + dot(u, scores, OPERAND, PRECISION)
-            store_columns(y, out, rows, left, m, H * M, M)
-        if DECAY:
+        if o.read:
+            out = read + dot(u, scores, o)
+            store_columns(y, out, rows, left, m, o.H * o.M, o.M)
+        if o.decay:
             u *= remain[None, :]
             W_t *= tl.sum(tl.where(rows == C - 1, fade, 0.0), 0)
-        W_t += dot(u, k_, OPERAND, PRECISION)
+        W_t += dot(u, k_, o)
 
         q += C * q_token
         k += C * k_token
         v += C * v_token
-        y += C * H * M
+        y += C * o.H * o.M
         gate += C * gate_token
 
-    tl.store(W_end + state + d[None, :] * M + m[:, None], W_t, in_state)
+    tl.store(W_end + state + d[None, :] * o.M + m[:, None], W_t, in_state)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def invert_chunks(
-    k,
-    a,
-    e,
-    cu_seqlens,
-    inverses,
+    k,  # (B, T, H, R)
+    gates,  # a, e, each (B, T, H) or None
+    cu_seqlens,  # (N + 1,) or None
+    inverses,  # (slots, H, C, C)
     N,
     T,
-    k_token,
-    k_head,
-    gate_token,
-    gate_head,
-    UNIT: tl.constexpr,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DECAY: tl.constexpr,
-    PACKED: tl.constexpr,
-    MAP: tl.constexpr,
-    SUM: tl.constexpr,
-    GATHER: tl.constexpr,
-    LOGITS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SOLVE: tl.constexpr,
+    strides,  # token and head strides of k and the gates
+    o: tl.constexpr,
 ):
-    """Z of one chunk and head, as a tile of rows s; chunks run side by side, off the walk's path."""
-    k_token *= UNIT
-    k_head *= UNIT
+    """Z of one chunk and head, as a tile of rows s; chunks run side by side, off the walk's path.
+
+    A = (k @ k.T * Γ.T).triu(1)
+    inverses[slot] = inverse(I + A * e) @ A
+    """
+    C: tl.constexpr = o.C
+    a, e = gates
+    k_token, k_head, gate_token, gate_head = strides
+    k_token *= o.unit
+    k_head *= o.unit
     program = tl.program_id(0)
-    head = program % H
-    slot = program // H
-    n = sequence_of(slot, N, cu_seqlens, C) if PACKED else slot // tl.cdiv(T, C)
-    first, length, first_slot = sequence(n, T, cu_seqlens, C, PACKED)
+    head = program % o.H
+    slot = program // o.H
+    n = sequence_of(slot, N, cu_seqlens, C) if o.packed else slot // tl.cdiv(T, C)
+    first, length, first_slot = sequence(n, T, cu_seqlens, o)
     start = (slot - first_slot) * C
     left = (length - start).to(tl.int32)
     if left <= 0:
@@ -234,17 +200,15 @@ def invert_chunks(
     rows = tl.arange(0, C)
     s = rows[:, None]
     t = rows[None, :]
-    e_ = load_gate(e + gate, rows, left, gate_token, 0.0, LOGITS, ACC)
-    keys = tl.zeros((C, C), ACC)
-    for f in range(0, D, BLOCK_D):
-        d = f + tl.arange(0, BLOCK_D)
-        k_, k_t = load_features(
-            k, rows, left, d, k_token, R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, False, OPERAND, ACC, PRECISION
-        )
-        keys += dot(k_, k_t, OPERAND, PRECISION)
+    e_ = load_gate(e + gate, rows, left, gate_token, 0.0, o)
+    keys = tl.zeros((C, C), o.acc)
+    for f in range(0, o.D, o.block_D):
+        d = f + tl.arange(0, o.block_D)
+        k_, k_t = load_features(k, rows, left, d, k_token, o)
+        keys += dot(k_, k_t, o)
     A = tl.where(s < t, keys, 0.0)
-    if DECAY:
-        A *= reach_transposed(load_gate(a + gate, rows, left, gate_token, 1.0, LOGITS, ACC), C)
-    Z = resolvent(A, e_, C, OPERAND, SOLVE)
-    inverses += (slot.to(tl.int64) * H + head) * C * C
+    if o.decay:
+        A *= reach_transposed(load_gate(a + gate, rows, left, gate_token, 1.0, o), C)
+    Z = resolvent(A, e_, o)
+    inverses += (slot.to(tl.int64) * o.H + head) * C * C
     tl.store(inverses + s * C + t, Z.to(inverses.dtype.element_ty), at_or_above(s, t))

@@ -9,49 +9,50 @@ import triton
 import triton.language as tl
 
 from fastweights.ops.gpu.memory.kernels.maps import raw_gradient
-from fastweights.ops.gpu.memory.kernels.tiles import dot, multiply, store_columns, store_rows
+from fastweights.ops.gpu.memory.kernels.tiles import dot, multiply, product, store_columns, store_rows
 
 
 @triton.jit
 def score_gradients(
-    u,
-    error,
-    dy_t,
-    drest,
-    erase,
-    scores,
-    keys,
-    reach,
-    C: tl.constexpr,
-    DECAY: tl.constexpr,
-    ERASE: tl.constexpr,
+    u,  # (C, M)
+    error,  # (C, M), E
+    dy_t,  # (M, C)
+    drest,  # (M, C), e dR; dR with `DIAGONAL`
+    erase,  # (C,)
+    scores,  # (C, C), k_s·q_t
+    keys,  # (C, C), k_s·k_t
+    reach,  # (C, C), Γ
     DIAGONAL: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    o: tl.constexpr,
 ):
     """Gradients of q_t·k_s and, negated, of k_t·k_s as tiles of rows s, as `scores` is; of Γ; of e with `DIAGONAL`.
 
-    `drest` is e dR. With `DIAGONAL`, for one gate that does both, it is dR: E dR^T has the gate's gradient on its
-    diagonal, and less the factors e_s e_t the gradient of k_t·k_s above it.
+        dscores = u @ dy_t                                      # dP, transposed
+        dkeys = (u @ drest).triu(1)
+        dreach = dscores * scores - dkeys * keys
+        dscores, dkeys = (dscores * Γ.T).triu(), dkeys * Γ.T
+
+    With `DIAGONAL`, for one gate that does both, E dR^T has the gate's gradient on its diagonal, and less the factors
+    e_s e_t the gradient of k_t·k_s above it.
     """
-    s = tl.arange(0, C)[:, None]
-    t = tl.arange(0, C)[None, :]
-    dscores = dot(u, dy_t, OPERAND, PRECISION)
+    s = tl.arange(0, o.C)[:, None]
+    t = tl.arange(0, o.C)[None, :]
+    dscores = dot(u, dy_t, o)
     dreach = dscores
     dkeys = dscores
     de = erase
     if DIAGONAL:
-        pairs = dot(error, drest, OPERAND, PRECISION)
+        pairs = dot(error, drest, o)
         de = tl.sum(tl.where(s == t, pairs, 0.0), 1)
         dkeys = tl.where(s < t, pairs * (erase[:, None] * erase[None, :]), 0.0)
-    elif ERASE:
+    elif o.erase:
         # Strictly below the diagonal of A.
-        dkeys = tl.where(s < t, dot(u, drest, OPERAND, PRECISION), 0.0)
-    if DECAY:
+        dkeys = tl.where(s < t, dot(u, drest, o), 0.0)
+    if o.decay:
         reach_t = tl.trans(reach)
         dreach = dscores * scores
         dscores *= reach_t
-        if ERASE:
+        if o.erase:
             dreach -= dkeys * keys
             dkeys *= reach_t
     else:
@@ -61,98 +62,80 @@ def score_gradients(
 
 @triton.jit
 def key_gradients(
-    q,
-    q_t,
-    k,
-    k_t,
-    W,
-    dW_t,
-    u,
-    dy_t,
-    drest,
-    erase,
-    dscores,
-    dkeys,
-    fade,
-    remain,
-    DECAY: tl.constexpr,
-    ERASE: tl.constexpr,
+    q,  # (C, D)
+    q_t,  # (D, C)
+    k,  # (C, D)
+    k_t,  # (D, C)
+    W,  # (D, M), the state before the chunk
+    dW_t,  # (M, D), the gradient of the state after it
+    u,  # (C, M)
+    dy_t,  # (M, C)
+    drest,  # (M, C), as in `score_gradients`
+    erase,  # (C,)
+    dscores,  # (C, C)
+    dkeys,  # (C, C)
+    fade,  # (C,), γ
+    remain,  # (C,), Γ[-1]
     DIAGONAL: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    o: tl.constexpr,
 ):
-    """dq (D, C) and dk (C, D) for some features; under decay, their shares in what γ and Γ[C, :] are multiplied by.
+    """dq (D, C) and dk (C, D) for some features; under decay, their shares in what γ and Γ[-1] are multiplied by.
 
-    `drest` is as in `score_gradients`.
+    dq = W @ dy_t * γ + k.T @ dscores
+    dk = u @ dW_t * Γ[-1] + dscores @ q - (dkeys + dkeys.T) @ k - (W @ drest * γ).T
     """
-    dq = dot(W, dy_t, OPERAND, PRECISION)
+    dq = dot(W, dy_t, o)
     read = fade
-    if DECAY:
+    if o.decay:
         read = tl.sum(dq * q_t.to(dq.dtype), 0)
         dq *= fade[None, :]
-    dq += dot(k_t, dscores, OPERAND, PRECISION)
+    dq += dot(k_t, dscores, o)
 
-    dk = dot(u, dW_t, OPERAND, PRECISION)
+    dk = dot(u, dW_t, o)
     kept = remain
-    if DECAY:
+    if o.decay:
         kept = tl.sum(dk * k.to(dk.dtype), 1)
         dk *= remain[:, None]
-    dk += dot(dscores, q, OPERAND, PRECISION)
+    dk += dot(dscores, q, o)
     recalled = tl.zeros_like(fade)
-    if ERASE:
-        less = dot(W, drest, OPERAND, PRECISION)
+    if o.erase:
+        less = dot(W, drest, o)
         if DIAGONAL:
             less *= erase[None, :]
-        if DECAY:
+        if o.decay:
             recalled = tl.sum(less * k_t.to(less.dtype), 0)
             less *= fade[None, :]
-        less += dot(k_t, dkeys, OPERAND, PRECISION)
-        dk = dk - dot(dkeys, k, OPERAND, PRECISION) - tl.trans(less)
+        less += dot(k_t, dkeys, o)
+        dk = dk - dot(dkeys, k, o) - tl.trans(less)
     return dq, dk, recalled, read, kept
 
 
 @triton.jit
 def store_key_gradients(
-    dq,
-    dk,
-    dq_t,
-    dk_,
-    q_scale,
-    q,
-    k,
-    q_raw,
-    k_raw,
+    dq,  # (T, H, R), where the chunk begins
+    dk,  # (T, H, R)
+    dq_t,  # (D, C)
+    dk_,  # (C, D)
+    q_scale,  # (C,), with `KNOWN` 1 over the sums of the mapped queries
+    q,  # (T, H, R)
+    k,  # (T, H, R)
+    q_raw,  # (R, C)
+    k_raw,  # (C, R)
     rows,
     left,
     columns,
     q_token,
     k_token,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MAP: tl.constexpr,
-    SUM: tl.constexpr,
-    GATHER: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
     KNOWN: tl.constexpr,
+    o: tl.constexpr,
 ):
-    """Back through the feature map, if there is one, and out. With `KNOWN`, given 1 over the sums of the queries."""
-    if MAP != 0:
-        columns = tl.arange(0, BLOCK_R)
-    dq_t = raw_gradient(
-        dq_t, q_scale, q, q_raw, rows, left, q_token, 0,
-        R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION, KNOWN,
-    )  # fmt: skip
-    store_columns(dq, dq_t, rows, left, columns, H * R, R)
-    dk_ = raw_gradient(
-        dk_, q_scale, k, k_raw, rows, left, k_token, 1,
-        R, D, BLOCK_R, BLOCK_D, MAP, SUM, GATHER, OPERAND, ACC, PRECISION, False,
-    )  # fmt: skip
-    store_rows(dk, dk_, rows, left, columns, H * R, R)
+    """Back through the feature map, if there is one, and out."""
+    if o.map != "none":
+        columns = tl.arange(0, o.block_R)
+    dq_t = raw_gradient(dq_t, q_scale, q, q_raw, rows, left, q_token, 0, KNOWN, o)
+    store_columns(dq, dq_t, rows, left, columns, o.H * o.R, o.R)
+    dk_ = raw_gradient(dk_, q_scale, k, k_raw, rows, left, k_token, 1, False, o)
+    store_rows(dk, dk_, rows, left, columns, o.H * o.R, o.R)
 
 
 @triton.jit
@@ -162,15 +145,16 @@ def store_gate_gradient(dx, gradient, slope, rows, left, H: tl.constexpr):
 
 
 @triton.jit
-def decay_gradient(dreach, kept, dfade, reach, a_before, C: tl.constexpr, PRECISION: tl.constexpr):
-    """Gradient of a from that of Γ (tile of rows s), of Γ[C, :] and of γ, without dividing by any a.
+def decay_gradient(dreach, kept, dfade, reach, a_before, o: tl.constexpr):
+    """Gradient of a from that of Γ (tile of rows s), of Γ[-1] and of γ, without dividing by any a.
 
-    da_r = sum over s < r <= t of dΓ[t, s] (a_{r+1} ⋯ a_t) (a_{s+1} ⋯ a_{r-1}), where s = -1 stands for γ.
+    da[r] = sum(dΓ[t, s] * prod(a[r + 1 : t + 1]) * prod(a[s + 1 : r]) for s < r <= t)  # s = -1 stands for γ
     """
-    s = tl.arange(0, C)[:, None]
-    r = tl.arange(0, C)[None, :]
-    dreach = tl.where(s <= r, dreach, 0.0) + tl.where(r == C - 1, kept[:, None], 0.0)
-    later = dot(dreach, reach, dreach.dtype, "tf32" if PRECISION == "16-bit" else PRECISION)
+    SOLVE: tl.constexpr = "tf32" if o.solve == "16-bit" else o.solve
+    s = tl.arange(0, o.C)[:, None]
+    r = tl.arange(0, o.C)[None, :]
+    dreach = tl.where(s <= r, dreach, 0.0) + tl.where(r == o.C - 1, kept[:, None], 0.0)
+    later = product(dreach, reach, dreach.dtype, SOLVE)
     between = tl.associative_scan(tl.where(r > s + 1, a_before[None, :], 1.0), 1, multiply)
     from_reach = tl.sum(tl.where(s < r, later * between, 0.0), 0)
     from_fade = tl.sum(reach * dfade[:, None], 0) * tl.associative_scan(a_before, 0, multiply)

@@ -4,46 +4,47 @@
 import triton
 import triton.language as tl
 
-from fastweights.ops.gpu.memory.kernels.tiles import dot
+from fastweights.ops.gpu.memory.kernels.tiles import product
 
 
 @triton.jit(do_not_specialize=["G", "given"])
 def scan_groups(
-    transitions,
-    changes,
-    start,
-    states,
+    transitions,  # (B G, H, D, D), F of each group
+    changes,  # (B G, H, D, M), what each group makes of no state
+    start,  # (B, H, D, M)
+    states,  # (B G, H, D, M), before each group
     G,
     given,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BACK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    o: tl.constexpr,
 ):
-    """states[0] = start, states[g + 1] = transitions[g] @ states[g] + changes[g], for one head and some columns.
+    """The states before the groups of a sequence, for one head and some columns.
+
+        state = start                                           # zero where it is not `given`
+        for g in range(G):
+            states[g] = state
+            state = transitions[g] @ state + changes[g]
 
     With `BACK` from the last group to the first, by the transposed transitions: gradients of the states that groups
-    leave. A start that is not `given` is zero.
+    leave.
     """
-    splits: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    PRECISION: tl.constexpr = o.precision
+    splits: tl.constexpr = (o.M + o.block_M - 1) // o.block_M
     program = tl.program_id(0)
-    head = (program // splits) % H
-    n = (program // (splits * H)).to(tl.int64)
-    m = (program % splits) * BLOCK_M + tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
+    head = (program // splits) % o.H
+    n = (program // (splits * o.H)).to(tl.int64)
+    m = (program % splits) * o.block_M + tl.arange(0, o.block_M)
+    d = tl.arange(0, o.block_D)
     # Value-major, as in the walks: the state is the left operand of every product it enters.
-    inside = (m[:, None] < M) & (d[None, :] < D)
-    at = d[None, :] * M + m[:, None]
-    square = (d[:, None] < D) & (d[None, :] < D)
-    turned = d[:, None] * D + d[None, :] if BACK else d[None, :] * D + d[:, None]
-    state = tl.load(start + (n * H + head) * D * M + at, inside & (given != 0), 0.0)
+    inside = (m[:, None] < o.M) & (d[None, :] < o.D)
+    at = d[None, :] * o.M + m[:, None]
+    square = (d[:, None] < o.D) & (d[None, :] < o.D)
+    turned = d[:, None] * o.D + d[None, :] if BACK else d[None, :] * o.D + d[:, None]
+    state = tl.load(start + (n * o.H + head) * o.D * o.M + at, inside & (given != 0), 0.0)
     for i in range(G):
         g = G - 1 - i if BACK else i
-        group = (n * G + g) * H + head
-        tl.store(states + group * D * M + at, state, inside)
-        F_t = tl.load(transitions + group * D * D + turned, square, 0.0)
-        change = tl.load(changes + group * D * M + at, inside, 0.0)
-        state = change + dot(state, F_t, state.dtype, PRECISION)
+        group = (n * G + g) * o.H + head
+        tl.store(states + group * o.D * o.M + at, state, inside)
+        F_t = tl.load(transitions + group * o.D * o.D + turned, square, 0.0)
+        change = tl.load(changes + group * o.D * o.M + at, inside, 0.0)
+        state = change + product(state, F_t, state.dtype, PRECISION)

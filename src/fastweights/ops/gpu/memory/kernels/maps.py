@@ -2,7 +2,7 @@
 """Feature maps, sum normalisation and sigmoids on chip, from raw keys, queries and logits, and their gradients.
 
 A tile of phi stands as (C, D) for `AXIS` = 1, or as (D, C) for `AXIS` = 0. Each feature of DPFP is a product of two
-entries of the raw head. They are loaded entry by entry with `GATHER`, else taken from one tile by products with
+entries of the raw head. They are loaded entry by entry with `o.gather`, else taken from one tile by products with
 matrices of 0, 1 and -1. A tile that is needed both ways is then formed both ways, since no product may take the
 transpose of another (see gradients.py).
 """
@@ -10,11 +10,7 @@ transpose of another (see gradients.py).
 import triton
 import triton.language as tl
 
-from fastweights.ops.gpu.memory.kernels.tiles import dot, exponential, load_both, load_rows, load_turned
-
-ELU = tl.constexpr(1)
-RELU = tl.constexpr(2)
-DPFP = tl.constexpr(3)
+from fastweights.ops.gpu.memory.kernels.tiles import dot, exponential, load_both, load_rows, load_transposed
 
 
 @triton.jit
@@ -39,97 +35,52 @@ def places(j, SECOND: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def picks(
-    SECOND: tl.constexpr,
-    AXIS: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    OPERAND: tl.constexpr,
-):
-    """Which raw entry, and with which sign, a factor of each feature is: (BLOCK_R, BLOCK_D), transposed for AXIS 0."""
-    j = tl.expand_dims(tl.arange(0, BLOCK_D), 1 - AXIS)
-    x = tl.expand_dims(tl.arange(0, BLOCK_R), AXIS)
-    p = places(j, SECOND, R)
-    sign = tl.where(p == x, 1.0, 0.0) - tl.where(p == x + R, 1.0, 0.0)
-    return tl.where((j < D) & (x < R), sign, 0.0).to(OPERAND)
+def picks(SECOND: tl.constexpr, AXIS: tl.constexpr, o: tl.constexpr):
+    """Which raw entry, and with which sign, a factor of each feature is: (R, D), transposed for AXIS 0."""
+    j = tl.expand_dims(tl.arange(0, o.block_D), 1 - AXIS)
+    x = tl.expand_dims(tl.arange(0, o.block_R), AXIS)
+    p = places(j, SECOND, o.R)
+    sign = tl.where(p == x, 1.0, 0.0) - tl.where(p == x + o.R, 1.0, 0.0)
+    return tl.where((j < o.D) & (x < o.R), sign, 0.0).to(o.operand)
 
 
 @triton.jit
-def load_raw(x, rows, left, stride, AXIS: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, TWICE: tl.constexpr):
+def load_raw(x, rows, left, stride, AXIS: tl.constexpr, o: tl.constexpr):
     """Raw keys or queries, (C, R) or (R, C)."""
-    columns = tl.arange(0, BLOCK_R)
+    columns = tl.arange(0, o.block_R)
     if AXIS == 0:
-        raw = load_turned(x, rows, left, columns, stride, R, TWICE)
+        raw = load_transposed(x, rows, left, columns, stride, o.R, o.both_ways)
     else:
-        raw = load_rows(x, rows, left, columns, stride, R)
+        raw = load_rows(x, rows, left, columns, stride, o.R)
     return raw
 
 
 @triton.jit
-def factor(
-    x,
-    raw,
-    rows,
-    left,
-    stride,
-    SECOND: tl.constexpr,
-    AXIS: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GATHER: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The first or the second factor of DPFP."""
-    if GATHER:
-        j = tl.expand_dims(tl.arange(0, BLOCK_D), 1 - AXIS)
+def factor(x, raw, rows, left, stride, SECOND: tl.constexpr, AXIS: tl.constexpr, o: tl.constexpr):
+    """One of the two factors of every feature of DPFP, (C, D) or (D, C)."""
+    if o.gather:
+        j = tl.expand_dims(tl.arange(0, o.block_D), 1 - AXIS)
         token = tl.expand_dims(rows, AXIS)
-        p = places(j, SECOND, R)
-        entry = tl.load(x + token * stride + p % R, (token < left) & (j < D), 0.0).to(ACC)
-        result = rectified(tl.where(p < R, entry, -entry))
+        p = places(j, SECOND, o.R)
+        entry = tl.load(x + token * stride + p % o.R, (token < left) & (j < o.D), 0.0).to(o.acc)
+        result = rectified(tl.where(p < o.R, entry, -entry))
     else:
-        selection = picks(SECOND, AXIS, R, D, BLOCK_R, BLOCK_D, OPERAND)
-        if AXIS == 1:
-            result = rectified(dot(raw, selection, OPERAND, PRECISION))
-        else:
-            result = rectified(dot(selection, raw, OPERAND, PRECISION))
+        selection = picks(SECOND, AXIS, o)
+        result = rectified(dot(raw, selection, o) if AXIS == 1 else dot(selection, raw, o))
     return result
 
 
 @triton.jit
-def mapped(
-    x,
-    raw,
-    rows,
-    left,
-    stride,
-    AXIS: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MAP: tl.constexpr,
-    GATHER: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def mapped(x, raw, rows, left, stride, AXIS: tl.constexpr, o: tl.constexpr):
     """phi of raw keys or queries before its normalisation; zero past the last of `left` tokens."""
-    if MAP == DPFP:
-        one = factor(x, raw, rows, left, stride, False, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION)
-        phi = one * factor(
-            x, raw, rows, left, stride, True, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION
-        )
+    if o.map == "dpfp":
+        one = factor(x, raw, rows, left, stride, False, AXIS, o)
+        phi = one * factor(x, raw, rows, left, stride, True, AXIS, o)
     else:
-        raw = raw.to(ACC)
-        if MAP == ELU:
+        raw = raw.to(o.acc)
+        if o.map == "elu":
             phi = tl.where(raw > 0, raw + 1.0, exponential(raw))
-            inside = tl.expand_dims(rows < left, AXIS) & tl.expand_dims(tl.arange(0, BLOCK_R) < R, 1 - AXIS)
+            inside = tl.expand_dims(rows < left, AXIS) & tl.expand_dims(tl.arange(0, o.block_R) < o.R, 1 - AXIS)
             phi = tl.where(inside, phi, 0.0)
         else:
             phi = rectified(raw)
@@ -137,150 +88,101 @@ def mapped(
 
 
 @triton.jit
-def one_over_sum(phi, AXIS: tl.constexpr, ACC: tl.constexpr):
+def one_over_sum(phi, AXIS: tl.constexpr, o: tl.constexpr):
     """1 over the sum of each token's features, and 0 where there is no sum, as `normalization.safe_divide` has it."""
     total = tl.sum(phi, AXIS)
     # The square root of the smallest normal number.
-    tiny: tl.constexpr = 1.4916681462400413e-154 if tl.float64 == ACC else 1.0842021724855044e-19
+    tiny: tl.constexpr = 1.4916681462400413e-154 if tl.float64 == o.acc else 1.0842021724855044e-19
     empty = total < tiny
     return tl.expand_dims(tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total)), AXIS)
 
 
 @triton.jit
-def load_features(
-    x,
-    rows,
-    left,
-    columns,
-    stride,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MAP: tl.constexpr,
-    SUM: tl.constexpr,
-    GATHER: tl.constexpr,
-    TWICE: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def load_features(x, rows, left, columns, stride, o: tl.constexpr):
     """Keys or queries as (C, D) and as (D, C), zero past the last of `left` tokens. Without a map, some `columns`."""
-    if MAP == 0:
-        phi, phi_t = load_both(x, rows, left, columns, stride, D, TWICE)
+    if o.map == "none":
+        phi, phi_t = load_both(x, rows, left, columns, stride, o.D, o.both_ways)
     else:
-        tl.static_assert(BLOCK_D >= D, "a feature map is computed whole")
-        raw = load_raw(x, rows, left, stride, 1, R, BLOCK_R, TWICE)
-        phi = mapped(x, raw, rows, left, stride, 1, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION)
-        if SUM:
-            phi *= one_over_sum(phi, 1, ACC)
-        phi = phi.to(OPERAND)
-        if MAP != DPFP or GATHER:
+        tl.static_assert(o.block_D >= o.D, "a feature map is computed whole")
+        raw = load_raw(x, rows, left, stride, 1, o)
+        phi = mapped(x, raw, rows, left, stride, 1, o)
+        if o.sum:
+            phi *= one_over_sum(phi, 1, o)
+        phi = phi.to(o.operand)
+        if o.map != "dpfp" or o.gather:
             phi_t = tl.trans(phi)
         else:
-            raw = load_raw(x, rows, left, stride, 0, R, BLOCK_R, TWICE)
-            phi_t = mapped(x, raw, rows, left, stride, 0, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION)
-            if SUM:
-                phi_t *= one_over_sum(phi_t, 0, ACC)
-            phi_t = phi_t.to(OPERAND)
+            raw = load_raw(x, rows, left, stride, 0, o)
+            phi_t = mapped(x, raw, rows, left, stride, 0, o)
+            if o.sum:
+                phi_t *= one_over_sum(phi_t, 0, o)
+            phi_t = phi_t.to(o.operand)
     return phi, phi_t
 
 
 @triton.jit
-def raw_gradient(
-    dphi,
-    scale,
-    x,
-    raw,
-    rows,
-    left,
-    stride,
-    AXIS: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MAP: tl.constexpr,
-    SUM: tl.constexpr,
-    GATHER: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    KNOWN: tl.constexpr,
-):
+def raw_gradient(dphi, scale, x, raw, rows, left, stride, AXIS: tl.constexpr, KNOWN: tl.constexpr, o: tl.constexpr):
     """Gradient of `raw` keys or queries, which stand at x, (C, R) or (R, C), from that of phi.
 
     With `KNOWN` 1 over the sum of each token's features is given as `scale`.
     """
     dx = dphi
-    if MAP != 0:
-        if SUM:
-            phi = mapped(x, raw, rows, left, stride, AXIS, R, D, BLOCK_R, BLOCK_D, MAP, GATHER, OPERAND, ACC, PRECISION)
-            scale = tl.expand_dims(scale, AXIS) if KNOWN else one_over_sum(phi, AXIS, ACC)
+    if o.map != "none":
+        if o.sum:
+            phi = mapped(x, raw, rows, left, stride, AXIS, o)
+            scale = tl.expand_dims(scale, AXIS) if KNOWN else one_over_sum(phi, AXIS, o)
             dx = (dx - tl.expand_dims(tl.sum(dx * phi, AXIS), AXIS) * scale) * scale
-        if MAP == DPFP:
-            one = factor(
-                x, raw, rows, left, stride, False, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION
-            )
-            other = factor(
-                x, raw, rows, left, stride, True, AXIS, R, D, BLOCK_R, BLOCK_D, GATHER, OPERAND, ACC, PRECISION
-            )
-            done = tl.where(one > 0, dx * other, 0.0)
-            dother = tl.where(other > 0, dx * one, 0.0)
-            first = picks(False, 1 - AXIS, R, D, BLOCK_R, BLOCK_D, OPERAND)
-            second = picks(True, 1 - AXIS, R, D, BLOCK_R, BLOCK_D, OPERAND)
+        if o.map == "dpfp":
+            one = factor(x, raw, rows, left, stride, False, AXIS, o)
+            other = factor(x, raw, rows, left, stride, True, AXIS, o)
+            d_one = tl.where(one > 0, dx * other, 0.0)
+            d_other = tl.where(other > 0, dx * one, 0.0)
+            first = picks(False, 1 - AXIS, o)
+            second = picks(True, 1 - AXIS, o)
             if AXIS == 1:
-                dx = dot(done, first, OPERAND, PRECISION) + dot(dother, second, OPERAND, PRECISION)
+                dx = dot(d_one, first, o) + dot(d_other, second, o)
             else:
-                dx = dot(first, done, OPERAND, PRECISION) + dot(second, dother, OPERAND, PRECISION)
+                dx = dot(first, d_one, o) + dot(second, d_other, o)
         else:
-            raw = raw.to(ACC)
-            dx = tl.where(raw > 0, dx, dx * exponential(raw) if MAP == ELU else 0.0)
+            raw = raw.to(o.acc)
+            dx = tl.where(raw > 0, dx, dx * exponential(raw) if o.map == "elu" else 0.0)
     return dx
 
 
 @triton.jit
-def gate_slope(x, rows, left, stride, LOGITS: tl.constexpr, ACC: tl.constexpr):
+def gate_slope(x, rows, left, stride, o: tl.constexpr):
     """Derivative of a gate by what is given for it, exact at both ends."""
-    slope = tl.full(rows.shape, 1.0, ACC)
-    if LOGITS:
-        e = exponential(-tl.abs(tl.load(x + rows * stride, rows < left, 0.0).to(ACC)))
+    slope = tl.full(rows.shape, 1.0, o.acc)
+    if o.logits:
+        e = exponential(-tl.abs(tl.load(x + rows * stride, rows < left, 0.0).to(o.acc)))
         slope = e / ((1.0 + e) * (1.0 + e))
     return slope
 
 
 @triton.jit
-def vector_features(
-    x,
-    j,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    MAP: tl.constexpr,
-    SUM: tl.constexpr,
-    ACC: tl.constexpr,
-):
+def vector_features(x, j, o: tl.constexpr):
     """phi of one token, as a vector over features j."""
-    if MAP == DPFP:
-        p = places(j, False, R)
-        one = tl.load(x + p % R, j < D, 0.0).to(ACC)
-        one = rectified(tl.where(p < R, one, -one))
-        p = places(j, True, R)
-        other = tl.load(x + p % R, j < D, 0.0).to(ACC)
-        phi = one * rectified(tl.where(p < R, other, -other))
+    if o.map == "dpfp":
+        p = places(j, False, o.R)
+        one = tl.load(x + p % o.R, j < o.D, 0.0).to(o.acc)
+        one = rectified(tl.where(p < o.R, one, -one))
+        p = places(j, True, o.R)
+        other = tl.load(x + p % o.R, j < o.D, 0.0).to(o.acc)
+        phi = one * rectified(tl.where(p < o.R, other, -other))
     else:
-        phi = tl.load(x + j, j < D, 0.0).to(ACC)
-        if MAP == ELU:
-            phi = tl.where(j < D, exponential(below(phi)) + rectified(phi), 0.0)
-        elif MAP == RELU:
+        phi = tl.load(x + j, j < o.D, 0.0).to(o.acc)
+        if o.map == "elu":
+            phi = tl.where(j < o.D, exponential(below(phi)) + rectified(phi), 0.0)
+        elif o.map == "relu":
             phi = rectified(phi)
-    if SUM:
-        phi = quotient(phi, tl.sum(phi, 0), ACC)
+    if o.sum:
+        phi = quotient(phi, tl.sum(phi, 0), o)
     return phi
 
 
 @triton.jit
-def quotient(x, by, ACC: tl.constexpr):
+def quotient(x, by, o: tl.constexpr):
     """x / by for a number `by`, and 0 where that is next to 0, as `normalization.safe_divide` has it."""
-    tiny: tl.constexpr = 1.4916681462400413e-154 if tl.float64 == ACC else 1.0842021724855044e-19
+    tiny: tl.constexpr = 1.4916681462400413e-154 if tl.float64 == o.acc else 1.0842021724855044e-19
     empty = tl.abs(by) < tiny
     return tl.where(empty, 0.0, x / tl.where(empty, 1.0, by))

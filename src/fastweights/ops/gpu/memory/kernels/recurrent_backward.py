@@ -50,7 +50,7 @@ def side_by_side(one, two, LANES: tl.constexpr, WARPS: tl.constexpr):
 
 @jit
 def product(x, y, total, small, PRECISION: tl.constexpr):
-    """total + x @ y, as `pieces.dot` forms it; what the leading digits leave is added to `small`, beside the rest."""
+    """total + x @ y, as in `tiles.product`; what the leading digits leave is added to `small`, beside the rest."""
     if PRECISION == "tf32x3":
         rough_x = leading_digits(x)
         rough_y = leading_digits(y)
@@ -63,21 +63,14 @@ def product(x, y, total, small, PRECISION: tl.constexpr):
 
 
 @jit
-def two_back(
-    dW_t,
-    q,
-    k,
-    dy,
-    e,
-    keys,
-    own,
-    t: tl.constexpr,
-    layout: tl.constexpr,
-    ERASE: tl.constexpr,
-    LANES: tl.constexpr,
-    WARPS: tl.constexpr,
-):
-    """The gradient of the state before tokens t and t + 1, and their dR as (M, 2)."""
+def two_back(dW_t, q, k, dy, e, keys, own, t: tl.constexpr, layout: tl.constexpr, o: tl.constexpr):
+    """The gradient of the state before tokens t and t + 1, and their dR as (M, 2).
+
+    dW = dW + outer(dy[t + 1], q[t + 1])
+    dR_2 = dW @ k[t + 1]
+    dR_1 = dW @ k[t] + own[t] * dy[t] - keys[t] * e[t + 1] * dR_2  # own = k[t] @ q[t], keys = k[t] @ k[t + 1]
+    dW = dW + outer(dy[t], q[t]) - outer(e[t + 1] * dR_2, k[t + 1]) - outer(e[t] * dR_1, k[t])
+    """
     # Both sums before the second token takes anything away, or the first adds: they know those parts.
     k_1 = row(k, t, layout)
     k_2 = row(k, t + 1, layout)
@@ -86,105 +79,99 @@ def two_back(
     du_1, du_2 = two_sums(dW_t * k_1, dW_t * k_2)
     dW_t += row(q, t, layout) * dy_1
     du_1 += row(own, t // 2, layout) * dy_1
-    if ERASE:
+    if o.erase:
         drest_2 = du_2 * row(e, t + 1, layout)
         du_1 -= row(keys, t // 2, layout) * drest_2
         dW_t -= k_2 * drest_2
         dW_t -= k_1 * (du_1 * row(e, t, layout))
-    return dW_t, side_by_side(du_1, du_2, LANES, WARPS)
+    return dW_t, side_by_side(du_1, du_2, o.lanes, o.warps)
 
 
 @jit
-def eight_back(
-    dW_t, q, k, dy, e, keys, own, layout: tl.constexpr, ERASE: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr
-):
+def eight_back(dW_t, q, k, dy, e, keys, own, layout: tl.constexpr, o: tl.constexpr):
     """The gradient of the state before eight tokens, and their dR as (M, 8)."""
-    dW_t, last = two_back(dW_t, q, k, dy, e, keys, own, 6, layout, ERASE, LANES, WARPS)
-    dW_t, third = two_back(dW_t, q, k, dy, e, keys, own, 4, layout, ERASE, LANES, WARPS)
-    dW_t, second = two_back(dW_t, q, k, dy, e, keys, own, 2, layout, ERASE, LANES, WARPS)
-    dW_t, first = two_back(dW_t, q, k, dy, e, keys, own, 0, layout, ERASE, LANES, WARPS)
+    dW_t, last = two_back(dW_t, q, k, dy, e, keys, own, 6, layout, o)
+    dW_t, third = two_back(dW_t, q, k, dy, e, keys, own, 4, layout, o)
+    dW_t, second = two_back(dW_t, q, k, dy, e, keys, own, 2, layout, o)
+    dW_t, first = two_back(dW_t, q, k, dy, e, keys, own, 0, layout, o)
     halves = gl.join(gl.join(first, second), gl.join(third, last))
     return dW_t, gl.reshape(gl.permute(halves, (0, 3, 2, 1)), [dy.shape[1], 8])
 
 
 @jit(do_not_specialize=["T", "final", "wanted"])
 def walk_tokens_backward(
-    q,
-    k,
-    v,
-    a,
-    e,
-    w,
-    cu_seqlens,
-    states,
-    inverses,
-    errors,
-    dy,
-    dW_end,
-    dq,
-    dk,
-    dv,
-    da,
-    de,
-    dw,
-    dW,
-    dstates,
-    dright,
+    q,  # (B, T, H, D)
+    k,  # (B, T, H, D)
+    v,  # (B, T, H, M)
+    gates,  # a (None), e, w, each (B, T, H) or None
+    cu_seqlens,  # (N + 1,) or None
+    states,  # (slots, H, M, D), kept by `walk_tokens_forward`
+    inverses,  # none
+    errors,  # (B, T, H, M), the same
+    dy,  # (B, T, H, M)
+    dW_end,  # (N, H, D, M)
+    dq,  # (B, T, H, D)
+    dk,  # (B, T, H, D)
+    dv,  # (B, T, H, M)
+    dgates,  # da (None), de, dw, each (B, T, H) or None
+    dW,  # (N, H, D, M), of the first state
+    dstates,  # none
+    dright,  # none
     T,
     final,
     wanted,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    dy_token,
-    dy_head,
-    gate_token,
-    gate_head,
-    UNIT: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ERASE: tl.constexpr,
-    WRITE: tl.constexpr,
-    TIED: tl.constexpr,
-    PACKED: tl.constexpr,
-    LANES: tl.constexpr,
-    WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    strides,  # token and head strides of q, k, v, dy and the gates
+    o: tl.constexpr,
 ):
-    q_token *= UNIT
-    q_head *= UNIT
-    k_token *= UNIT
-    k_head *= UNIT
-    v_token *= UNIT
-    v_head *= UNIT
-    dy_token *= UNIT
-    dy_head *= UNIT
-    program = tl.program_id(0)
-    head = program % H
-    n = program // H
-    first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
+    """Take the gradient of one head's state back through a sequence; `final` and `wanted` as in `walk_backward`.
 
-    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES, WARPS, BLOCK_D // LANES)
+    for chunk in reversed(range(chunks)):                   # states transposed, (M, D)
+        after = dW
+        for t in reversed(chunk):                           # two at a time: `two_back`
+            dW = dW + outer(dy[t], q[t])
+            dR[t] = dW @ k[t]
+            dW = dW - outer(e[t] * dR[t], k[t])
+        dscores = (U @ dy.T).triu()                         # U = E * e, or E * e + v * w
+        dkeys = (U @ (e * dR).T).triu(1)
+        dq = dy @ W + dscores.T @ k                         # W before the chunk
+        dk = U @ after + dscores @ q - (e * dR) @ W - (dkeys + dkeys.T) @ k
+        dv, de, dw = dR * w, (dR * E).sum(1), (dR * v).sum(1)
+    """
+    C: tl.constexpr = o.C
+    BLOCK_D: tl.constexpr = o.block_D
+    BLOCK_M: tl.constexpr = o.block_M
+    STAGES: tl.constexpr = o.stages
+    WARPS: tl.constexpr = o.warps
+    ACC: tl.constexpr = o.acc
+    PRECISION: tl.constexpr = o.precision
+    _, e, w = gates
+    _, de, dw = dgates
+    q_token, q_head, k_token, k_head, v_token, v_head, dy_token, dy_head, gate_token, gate_head = strides
+    q_token *= o.unit
+    q_head *= o.unit
+    k_token *= o.unit
+    k_head *= o.unit
+    v_token *= o.unit
+    v_head *= o.unit
+    dy_token *= o.unit
+    dy_head *= o.unit
+    program = tl.program_id(0)
+    head = program % o.H
+    n = program // o.H
+    first, length, slot = sequence(n, T, cu_seqlens, o)
+
+    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, o.lanes, WARPS, BLOCK_D // o.lanes)
     in_rows: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    ACC: tl.constexpr = dW.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_D], in_rows)
     k_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_D], in_rows)
     dy_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_M], in_rows)
     W_tiles = gl.allocate_shared_memory(ACC, [STAGES, BLOCK_M, BLOCK_D], turned_rows(BLOCK_D))
-    if ERASE:
+    if o.erase:
         error_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_M], in_rows)
         e_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, 1], in_rows)
-    if not TIED:
+    if not o.tied:
         v_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_M], in_rows)
-    if WRITE:
+    if o.write:
         w_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, 1], in_rows)
     # What two tokens that are taken at once have in common, and what the walk leaves.
     keys = gl.allocate_shared_memory(ACC, [C // 8, 4, 1], in_rows)
@@ -204,14 +191,14 @@ def walk_tokens_backward(
 
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
-    in_state = (m[:, None] < M) & (d[None, :] < D)
+    in_state = (m[:, None] < o.M) & (d[None, :] < o.D)
     q += first * q_token + head * q_head
     k += first * k_token + head * k_head
     v += first * v_token + head * v_head
     dy += first * dy_token + head * dy_head
     gate = first * gate_token + head * gate_head
-    states += (slot * H + head) * D * M
-    state = (n.to(tl.int64) * H + head) * D * M + d[None, :] * M + m[:, None]
+    states += (slot * o.H + head) * o.D * o.M
+    state = (n.to(tl.int64) * o.H + head) * o.D * o.M + d[None, :] * o.M + m[:, None]
     dW_t = gl.load(dW_end + state, in_state & (final != 0), 0.0)
 
     # Sums of products, operands of products, and rows as values are stored.
@@ -229,17 +216,17 @@ def walk_tokens_backward(
     ahead = 0
     for i in range(-(STAGES - 1), last + 1):
         coming = (last - i - (STAGES - 1)) * C
-        copy_ahead(q_tiles, ahead, q, coming, length, q_token, D, WARPS)
-        copy_ahead(k_tiles, ahead, k, coming, length, k_token, D, WARPS)
-        copy_ahead(dy_tiles, ahead, dy, coming, length, dy_token, M, WARPS)
-        before = states + tl.maximum(coming, 0) // C * H * D * M
-        copy_ahead(W_tiles, ahead, before, 0, tl.where(coming >= 0, M, 0), D, D, WARPS)
-        if ERASE:
-            copy_ahead(error_tiles, ahead, errors + (first * H + head) * M, coming, length, H * M, M, WARPS)
+        copy_ahead(q_tiles, ahead, q, coming, length, q_token, o.D, WARPS)
+        copy_ahead(k_tiles, ahead, k, coming, length, k_token, o.D, WARPS)
+        copy_ahead(dy_tiles, ahead, dy, coming, length, dy_token, o.M, WARPS)
+        before = states + tl.maximum(coming, 0) // C * o.H * o.D * o.M
+        copy_ahead(W_tiles, ahead, before, 0, tl.where(coming >= 0, o.M, 0), o.D, o.D, WARPS)
+        if o.erase:
+            copy_ahead(error_tiles, ahead, errors + (first * o.H + head) * o.M, coming, length, o.H * o.M, o.M, WARPS)
             copy_ahead(e_tiles, ahead, e + gate, coming, length, gate_token, 1, WARPS)
-        if not TIED:
-            copy_ahead(v_tiles, ahead, v, coming, length, v_token, M, WARPS)
-        if WRITE:
+        if not o.tied:
+            copy_ahead(v_tiles, ahead, v, coming, length, v_token, o.M, WARPS)
+        if o.write:
             copy_ahead(w_tiles, ahead, w + gate, coming, length, gate_token, 1, WARPS)
         async_copy.commit_group()
         ahead = tl.where(ahead == STAGES - 1, 0, ahead + 1)
@@ -247,7 +234,7 @@ def walk_tokens_backward(
             async_copy.wait_group(STAGES - 1)
             start = (last - i) * C
             left = length - start
-            out = (first + start) * H + head
+            out = (first + start) * o.H + head
             q_ = q_tiles.index(ahead)
             k_ = k_tiles.index(ahead)
             dy_ = dy_tiles.index(ahead)
@@ -256,7 +243,7 @@ def walk_tokens_backward(
             between, with_itself = two_sums(k_1 * every_other(k_, 1, WARPS), k_1 * every_other(q_, 0, WARPS))
             keys._reinterpret(ACC, [C // 2, 1], in_rows).store(between)
             own._reinterpret(ACC, [C // 2, 1], in_rows).store(with_itself)
-            e_ = e_tiles.index(ahead) if ERASE else keys
+            e_ = e_tiles.index(ahead) if o.erase else keys
             for back in range(0, C // 8):
                 # Not all at once: so much code would not stay in the cache of instructions.
                 part = C // 8 - 1 - back
@@ -266,13 +253,11 @@ def walk_tokens_backward(
                     in_eights(q_tiles).index(eight),
                     in_eights(k_tiles).index(eight),
                     in_eights(dy_tiles).index(eight),
-                    in_eights(e_tiles).index(eight) if ERASE else e_,
+                    in_eights(e_tiles).index(eight) if o.erase else e_,
                     keys.index(part),
                     own.index(part),
                     layout,
-                    ERASE,
-                    LANES,
-                    WARPS,
+                    o,
                 )
                 du_tiles.index(part).permute([1, 0]).store(found)
 
@@ -284,33 +269,33 @@ def walk_tokens_backward(
             u = du
             drest = du
             dv_ = du
-            if not TIED:
+            if not o.tied:
                 u = v_tiles.index(ahead).load(rows)
-            if WRITE:
+            if o.write:
                 w_ = w_tiles.index(ahead).load(rows)
-                gl.store(dw + out + token * H, gl.sum(du * u, 1), token < left)
+                gl.store(dw + out + token * o.H, gl.sum(du * u, 1), token < left)
                 u *= w_
                 dv_ = du * w_
-            if ERASE:
+            if o.erase:
                 e_rows = e_.load(rows)
                 error = error_tiles.index(ahead).load(rows)
-                gl.store(de + out + token * H, gl.sum(du * error, 1), token < left)
+                gl.store(de + out + token * o.H, gl.sum(du * error, 1), token < left)
                 drest = du * e_rows
-                u = error * e_rows if TIED else u + error * e_rows
+                u = error * e_rows if o.tied else u + error * e_rows
                 drest_tile.store(drest)
             u_tile.store(u)
             q_tile.store(q_rows)
             k_tile.store(k_rows)
             dy_tile.store(dy_rows)
-            in_place = dv + out * M + token[:, None] * H * M + value
-            gl.store(in_place, drest if TIED else dv_, (token[:, None] < left) & (value < M))
+            in_place = dv + out * o.M + token[:, None] * o.H * o.M + value
+            gl.store(in_place, drest if o.tied else dv_, (token[:, None] < left) & (value < o.M))
 
             # Products that wait for none of each other are summed apart.
             u_left = u_tile.load(left_of)
             few = gl.zeros([C, C], ACC, summed)
             dscores, rest = product(u_left, dy_tile.permute([1, 0]).load(right_of), few, few, PRECISION)
             dscores_tile.store(gl.where(s <= t, dscores + rest, 0.0))
-            if ERASE:
+            if o.erase:
                 dkeys, rest = product(u_left, drest_tile.permute([1, 0]).load(right_of), few, few, PRECISION)
                 # Strictly below the diagonal of A.
                 dkeys_tile.store(gl.where(s < t, dkeys + rest, 0.0))
@@ -319,19 +304,19 @@ def walk_tokens_backward(
             k_right = k_tile.load(right_of)
             dq_, dq_rest = product(dy_tile.load(left_of), W_right, many, many, PRECISION)
             dk_, dk_rest = product(u_left, dW_tile.load(right_of), many, many, PRECISION)
-            if ERASE:
+            if o.erase:
                 less, less_rest = product(drest_tile.load(left_of), W_right, many, many, PRECISION)
             dq_, dq_rest = product(dscores_tile.permute([1, 0]).load(left_of), k_right, dq_, dq_rest, PRECISION)
             dk_, dk_rest = product(dscores_tile.load(left_of), q_tile.load(right_of), dk_, dk_rest, PRECISION)
             dq_ += dq_rest
             dk_ += dk_rest
-            if ERASE:
+            if o.erase:
                 # It and its transpose are multiplied by the same.
                 both = dkeys_tile.load(left_of) + dkeys_tile.permute([1, 0]).load(left_of)
                 less, less_rest = product(both, k_right, less, less_rest, PRECISION)
                 dk_ -= less + less_rest
-            at = out * D + s * H * D + feature
-            there = (s < left) & (feature < D)
+            at = out * o.D + s * o.H * o.D + feature
+            there = (s < left) & (feature < o.D)
             gl.store(dq + at, dq_, there)
             gl.store(dk + at, dk_, there)
     async_copy.wait_group(0)

@@ -10,93 +10,88 @@ from fastweights.ops.gpu.memory.kernels.tiles import sequence
 
 @jit(do_not_specialize=["T", "keep", "given"])
 def walk_tokens_forward(
-    q,
-    k,
-    v,
-    a,
-    e,
-    w,
-    W,
-    cu_seqlens,
-    y,
-    W_end,
-    states,
-    inverses,
-    errors,
+    q,  # (B, T, H, D)
+    k,  # (B, T, H, D)
+    v,  # (B, T, H, M)
+    gates,  # a (None), e, w, each (B, T, H) or None
+    W,  # (N, H, D, M), the first state
+    cu_seqlens,  # (N + 1,) or None
+    y,  # (B, T, H, M)
+    W_end,  # (N, H, D, M)
+    states,  # (slots, H, M, D), the state before each chunk
+    inverses,  # none
+    errors,  # (B, T, H, M), E
     T,
     keep,
     given,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    gate_token,
-    gate_head,
-    UNIT: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ERASE: tl.constexpr,
-    WRITE: tl.constexpr,
-    TIED: tl.constexpr,
-    PACKED: tl.constexpr,
-    LANES: tl.constexpr,
-    WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
+    strides,  # token and head strides of q, k, v and the gates
+    o: tl.constexpr,
 ):
-    q_token *= UNIT
-    q_head *= UNIT
-    k_token *= UNIT
-    k_head *= UNIT
-    v_token *= UNIT
-    v_head *= UNIT
+    """Take one sequence and head through all tokens; with `keep` and `given` as in `walk_forward`.
+
+    for t in range(T):                                      # states transposed, (M, D)
+        if t % C == 0:
+            states[t // C] = W
+        E = v[t] - W @ k[t]                                 # one gate erases and writes; else -W @ k[t]
+        U = E * e[t]                                        # else E * e[t] + v[t] * w[t]
+        W = W + outer(U, k[t])
+        y[t] = W @ q[t]
+    """
+    C: tl.constexpr = o.C
+    BLOCK_D: tl.constexpr = o.block_D
+    BLOCK_M: tl.constexpr = o.block_M
+    STAGES: tl.constexpr = o.stages
+    WARPS: tl.constexpr = o.warps
+    ACC: tl.constexpr = o.acc
+    _, e, w = gates
+    q_token, q_head, k_token, k_head, v_token, v_head, gate_token, gate_head = strides
+    q_token *= o.unit
+    q_head *= o.unit
+    k_token *= o.unit
+    k_head *= o.unit
+    v_token *= o.unit
+    v_head *= o.unit
     program = tl.program_id(0)
-    head = program % H
-    n = program // H
-    first, length, slot = sequence(n, T, cu_seqlens, C, PACKED)
+    head = program % o.H
+    n = program // o.H
+    first, length, slot = sequence(n, T, cu_seqlens, o)
 
     # Four in turn, so that states are written in whole sectors; where a lane has but eight that is slower.
-    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, LANES, WARPS, 4 if BLOCK_D > 16 else BLOCK_D // LANES)
+    layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, o.lanes, WARPS, 4 if BLOCK_D > 16 else BLOCK_D // o.lanes)
     # So many tokens are unrolled: more code of larger heads does not stay in the cache of instructions.
     TILE: tl.constexpr = 16 if BLOCK_D * BLOCK_M <= 512 else 8
     in_rows: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    ACC: tl.constexpr = W_end.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
     k_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_D], in_rows)
     v_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, BLOCK_M], in_rows)
-    if ERASE:
+    if o.erase:
         e_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
-    if WRITE:
+    if o.write:
         w_tiles = gl.allocate_shared_memory(ACC, [STAGES, TILE, 1], in_rows)
 
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
-    in_state = (m[:, None] < M) & (d[None, :] < D)
+    in_state = (m[:, None] < o.M) & (d[None, :] < o.D)
     q += first * q_token + head * q_head
     k += first * k_token + head * k_head
     v += first * v_token + head * v_head
     gate = first * gate_token + head * gate_head
-    y += (first * H + head) * M + m
-    errors += (first * H + head) * M + m
-    states += (slot * H + head) * D * M + m[:, None] * D + d[None, :]
-    state = (n.to(tl.int64) * H + head) * D * M + d[None, :] * M + m[:, None]
+    y += (first * o.H + head) * o.M + m
+    errors += (first * o.H + head) * o.M + m
+    states += (slot * o.H + head) * o.D * o.M + m[:, None] * o.D + d[None, :]
+    state = (n.to(tl.int64) * o.H + head) * o.D * o.M + d[None, :] * o.M + m[:, None]
     W_t = gl.load(W + state, in_state & (given != 0), 0.0)
 
     ahead = 0
     for start in range(-(STAGES - 1) * TILE, length, TILE):
         # As many tiles ahead as there are stages, less the one that is read below.
         coming = start + (STAGES - 1) * TILE
-        copy_ahead(q_tiles, ahead, q, coming, length, q_token, D, WARPS)
-        copy_ahead(k_tiles, ahead, k, coming, length, k_token, D, WARPS)
-        copy_ahead(v_tiles, ahead, v, coming, length, v_token, M, WARPS)
-        if ERASE:
+        copy_ahead(q_tiles, ahead, q, coming, length, q_token, o.D, WARPS)
+        copy_ahead(k_tiles, ahead, k, coming, length, k_token, o.D, WARPS)
+        copy_ahead(v_tiles, ahead, v, coming, length, v_token, o.M, WARPS)
+        if o.erase:
             copy_ahead(e_tiles, ahead, e + gate, coming, length, gate_token, 1, WARPS)
-        if WRITE:
+        if o.write:
             copy_ahead(w_tiles, ahead, w + gate, coming, length, gate_token, 1, WARPS)
         async_copy.commit_group()
         ahead = tl.where(ahead == STAGES - 1, 0, ahead + 1)
@@ -108,22 +103,22 @@ def walk_tokens_forward(
             v_ = v_tiles.index(ahead)
             left = length - start
             # A mask, not a branch or a variant: what inference runs is what training checks.
-            gl.store(states + start // C * H * D * M, W_t, in_state & (keep != 0) & (start % C == 0))
+            gl.store(states + start // C * o.H * o.D * o.M, W_t, in_state & (keep != 0) & (start % C == 0))
             for t in tl.static_range(TILE):
-                there = (m < M) & (t < left)
+                there = (m < o.M) & (t < left)
                 k_t = row(k_, t, layout)
                 u = column(v_, t, layout)
-                if WRITE:
+                if o.write:
                     u *= row(w_tiles.index(ahead), t, layout)
-                if ERASE:
+                if o.erase:
                     recall = gl.sum(W_t * k_t, 1)[:, None]
-                    error = u - recall if TIED else recall * -1.0
+                    error = u - recall if o.tied else recall * -1.0
                     change = error * row(e_tiles.index(ahead), t, layout)
-                    u = change if TIED else u + change
-                    gl.store(errors + t * H * M, gl.sum(error, 1), there & (keep != 0))
+                    u = change if o.tied else u + change
+                    gl.store(errors + t * o.H * o.M, gl.sum(error, 1), there & (keep != 0))
                 W_t += k_t * u
-                gl.store(y + t * H * M, gl.sum(W_t * row(q_, t, layout), 1), there)
-            y += TILE * H * M
-            errors += TILE * H * M
+                gl.store(y + t * o.H * o.M, gl.sum(W_t * row(q_, t, layout), 1), there)
+            y += TILE * o.H * o.M
+            errors += TILE * o.H * o.M
     async_copy.wait_group(0)
     gl.store(W_end + state, W_t, in_state)

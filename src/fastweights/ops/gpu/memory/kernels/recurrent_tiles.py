@@ -3,7 +3,7 @@
 
 They are for float32, where a tensor-core product takes three instructions for one: up to 32 x 32 a walk by chunks has
 more instructions, and waits longer for each, than the recurrence itself. They are written in Gluon, the part of Triton
-in which layouts are chosen by hand: one warp has a state, and `LANES` of its lanes share what it holds of one value, so
+in which layouts are chosen by hand: one warp has a state, and a few of its lanes share what it holds of one value, so
 that recalling and reading are sums inside a lane and one or two shuffles. Tokens are copied ahead into shared memory.
 
 Arguments are those of the walks by chunks, so that they are launched alike; some are not used.
@@ -37,7 +37,7 @@ def copy_ahead(tiles, stage, x, start, length, stride, WIDTH: tl.constexpr, WARP
     rows = start + gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]
     columns = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :]
     there = (rows >= 0) & (rows < length) & (columns < WIDTH)
-    # Within 32 bits: `Plan.reach` and `configs.WIDEST` see to that.
+    # Within 32 bits: `Plan.layout` and `variants.WIDEST` see to that.
     async_copy.async_copy_global_to_shared(tiles.index(stage), x + rows * stride + columns, there)
 
 

@@ -3,7 +3,7 @@
 
 Rows of a tile are named by its first index. C tokens make a chunk, `t` reads or writes later than `s`. The kernels hold
 states value-major (M, D), so that a state is the left operand of every product it enters. Strides of q, k, v and dy
-come in units of `UNIT` entries: the compiler can then load that many at once.
+come in units of `o.unit` entries: the compiler can then load that many at once.
 """
 
 import triton
@@ -22,8 +22,15 @@ def exponential(x):
 
 
 @triton.jit
-def dot(x, y, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """x @ y with operands in `OPERAND`, summed in float32 (float64 for float64)."""
+def dot(x, y, o: tl.constexpr):
+    """x @ y with operands in `o.operand`, summed in float32 (float64 for float64)."""
+    PRECISION: tl.constexpr = o.precision
+    return product(x, y, o.operand, PRECISION)
+
+
+@triton.jit
+def product(x, y, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """As `dot`, with any operands and precision."""
     x = x.to(OPERAND)
     y = y.to(OPERAND)
     if PRECISION == "tf32x3":
@@ -45,20 +52,20 @@ def leading_digits(x):
 
 
 @triton.jit
-def sequence(n, T, cu_seqlens, C: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr = False):
-    """First token, length and first chunk slot of sequence n; with `GROUPED`, of a group of a sequence of T tokens."""
-    if PACKED:
+def sequence(n, T, cu_seqlens, o: tl.constexpr):
+    """First token, length and first chunk slot of sequence n, or of a group of a sequence of T tokens."""
+    if o.packed:
         first = tl.load(cu_seqlens + n).to(tl.int64)
         length = (tl.load(cu_seqlens + n + 1).to(tl.int64) - first).to(tl.int32)
         # Rounding each start down and counting one slot more per sequence leaves room for every partial chunk.
-        slot = first // C + n
-        if GROUPED:
+        slot = first // o.C + n
+        if o.grouped:
             # Groups begin where chunks do: theirs have the slots that they would have in sequences that are not cut.
-            slot = first // T * tl.cdiv(T, C) + first % T // C
+            slot = first // T * tl.cdiv(T, o.C) + first % T // o.C
     else:
         first = n.to(tl.int64) * T
         length = T
-        slot = n.to(tl.int64) * tl.cdiv(T, C)
+        slot = n.to(tl.int64) * tl.cdiv(T, o.C)
     return first, length, slot
 
 
@@ -92,17 +99,17 @@ def load_columns(x, rows, left, columns, stride, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_both(x, rows, left, columns, stride, WIDTH: tl.constexpr, TWICE: tl.constexpr):
-    """Rows of a matrix and their transpose; with `TWICE` as two loads, else turned on chip."""
+def load_both(x, rows, left, columns, stride, WIDTH: tl.constexpr, BOTH_WAYS: tl.constexpr):
+    """Rows of a matrix and their transpose; with `BOTH_WAYS` as two loads, else transposed on chip."""
     tile = load_rows(x, rows, left, columns, stride, WIDTH)
-    tile_t = load_columns(x, rows, left, columns, stride, WIDTH) if TWICE else tl.trans(tile)
+    tile_t = load_columns(x, rows, left, columns, stride, WIDTH) if BOTH_WAYS else tl.trans(tile)
     return tile, tile_t
 
 
 @triton.jit
-def load_turned(x, rows, left, columns, stride, WIDTH: tl.constexpr, TWICE: tl.constexpr):
-    """The transpose alone, for a walk that loads tiles `TWICE` as it is needed, else turned on chip."""
-    if TWICE:
+def load_transposed(x, rows, left, columns, stride, WIDTH: tl.constexpr, BOTH_WAYS: tl.constexpr):
+    """The transpose alone; with `BOTH_WAYS` loaded as it is needed, else transposed on chip."""
+    if BOTH_WAYS:
         tile = load_columns(x, rows, left, columns, stride, WIDTH)
     else:
         tile = tl.trans(load_rows(x, rows, left, columns, stride, WIDTH))
@@ -146,10 +153,10 @@ def load_by_product(x, rows, left, columns, stride, C: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def load_gate(x, rows, left, stride, filler: tl.constexpr, LOGITS: tl.constexpr, ACC: tl.constexpr):
-    """One gate of a chunk, or from `LOGITS`; `filler` past the sequence's end, so that nothing changes there."""
-    gate = tl.load(x + rows * stride, rows < left, filler).to(ACC)
-    if LOGITS:
+def load_gate(x, rows, left, stride, filler: tl.constexpr, o: tl.constexpr):
+    """One gate of a chunk, or from logits; `filler` past the sequence's end, so that nothing changes there."""
+    gate = tl.load(x + rows * stride, rows < left, filler).to(o.acc)
+    if o.logits:
         gate = tl.where(rows < left, 1.0 / (1.0 + exponential(-gate)), filler)
     return gate
 
@@ -188,25 +195,28 @@ def reach_transposed(a, C: tl.constexpr):
 
 
 @triton.jit
-def resolvent(A, e, C: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Z = A (I + diag(e) A)^-1 = (I + A diag(e))^-1 A for a strictly upper triangular A, by doubling blocks.
+def resolvent(A, e, o: tl.constexpr):
+    """Z = A (I + diag(e) A)^-1 = (I + A diag(e))^-1 A for a strictly upper triangular A (C, C), by doubling blocks.
+
+        Z = solve_triangular(I + A * e, A, upper=True)
 
     No power of A is formed, so entries stay as small as those of the result. Only blocks on the diagonal are ever
     multiplied, as a batch, which spares the products with zeros between them.
 
     "16-bit" stands for float16 where A has been multiplied by e: it has the digits of TF32 and half its instructions,
     and its range is enough, since what the memory makes of one token at a later one stays small. A and Z themselves
-    have the square of the keys' length, whatever e is: they enter as `OPERAND`, in which Z is kept.
+    have the square of the keys' length, whatever e is: they enter as `o.operand`, in which Z is kept.
     """
-    G: tl.constexpr = C // 16
+    SOLVE: tl.constexpr = o.solve
+    G: tl.constexpr = o.C // 16
     # Times -1.0, here and elsewhere: the compiler has to subtract -x from 0, but need not do anything for this.
     e *= -1.0
-    Z = _first_blocks(_diagonal(A, G, 16), tl.reshape(e, (G, 16)) if G > 1 else e, G, OPERAND, PRECISION)
-    if C == 32:
-        Z = _widened(Z, A, e, 1, 16, OPERAND, PRECISION)
-    elif C == 64:
-        Z = _widened(Z, _diagonal(A, 2, 32), tl.reshape(e, (2, 32)), 2, 16, OPERAND, PRECISION)
-        Z = _widened(Z, A, e, 1, 32, OPERAND, PRECISION)
+    Z = _first_blocks(_diagonal(A, G, 16), tl.reshape(e, (G, 16)) if G > 1 else e, G, o.operand, SOLVE)
+    if o.C == 32:
+        Z = _widened(Z, A, e, 1, 16, o.operand, SOLVE)
+    elif o.C == 64:
+        Z = _widened(Z, _diagonal(A, 2, 32), tl.reshape(e, (2, 32)), 2, 16, o.operand, SOLVE)
+        Z = _widened(Z, A, e, 1, 32, o.operand, SOLVE)
     return Z
 
 
@@ -217,8 +227,9 @@ def at_or_above(s, t):
 
 
 @triton.jit
-def _product(x, y, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    return dot(x, y, OPERAND, "ieee") if PRECISION == "16-bit" else dot(x, y, x.dtype, PRECISION)
+def _solve_product(x, y, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """x @ y, from `OPERAND` where products take 16 bits."""
+    return product(x, y, OPERAND, "ieee") if PRECISION == "16-bit" else product(x, y, x.dtype, PRECISION)
 
 
 @triton.jit
@@ -246,10 +257,10 @@ def _first_blocks(A, e, G: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.co
     scaled = A * e
     X = tl.where(apart == 0, 1.0, tl.where(apart == 1, scaled, 0.0)).to(A.dtype)
     for bit in tl.static_range(1, 3):
-        half = _product(X, scaled, tl.float16, PRECISION)
-        X += tl.where((apart >> bit) == 1, _product(half, X, tl.float16, PRECISION), 0.0)
-    Z = _product(X, A, OPERAND, PRECISION)
-    return Z + _product(tl.where(apart < 8, 0.0, Z) * e, tl.where(apart < 8, Z, 0.0), OPERAND, PRECISION)
+        half = _solve_product(X, scaled, tl.float16, PRECISION)
+        X += tl.where((apart >> bit) == 1, _solve_product(half, X, tl.float16, PRECISION), 0.0)
+    Z = _solve_product(X, A, OPERAND, PRECISION)
+    return Z + _solve_product(tl.where(apart < 8, 0.0, Z) * e, tl.where(apart < 8, Z, 0.0), OPERAND, PRECISION)
 
 
 @triton.jit
@@ -279,8 +290,8 @@ def _widened(Z, A, e, G: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexp
     else:
         Z_1 = tl.reshape(Z_1, (G, WIDTH, WIDTH))
         Z_2 = tl.reshape(Z_2, (G, WIDTH, WIDTH))
-    S = B + _product(Z_1 * tl.expand_dims(e_1, -2), B, OPERAND, PRECISION)
-    Z_B = S + _product(S * tl.expand_dims(e_2, -2), Z_2, OPERAND, PRECISION)
+    S = B + _solve_product(Z_1 * tl.expand_dims(e_1, -2), B, OPERAND, PRECISION)
+    Z_B = S + _solve_product(S * tl.expand_dims(e_2, -2), Z_2, OPERAND, PRECISION)
     shape: tl.constexpr = (G, 1, WIDTH, 1, WIDTH)
     lower = tl.where(j == 1, tl.reshape(Z_2, shape), 0.0)
     upper = tl.where(j == 1, tl.reshape(Z_B, shape), tl.reshape(Z_1, shape))

@@ -1,0 +1,83 @@
+"""What the kernels are compiled for: one frozen object that kernels and their helpers take as an argument."""
+
+from dataclasses import dataclass
+
+import triton.language as tl
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Compile-time options of a kernel, `o` in the code. Those that a kernel does not know keep their defaults."""
+
+    H: int
+    """Heads."""
+    R: int
+    """Features of keys and queries as they lie in memory."""
+    D: int
+    """Features of keys and queries after the map, as the state has them; R without a map."""
+    M: int = 0
+    """Features of values."""
+    C: int = 0
+    """Tokens in a chunk."""
+    block_R: int = 0
+    """Entries of a tile: R, D and M padded to powers of two, or the part of D or M that a program takes at a time."""
+    block_D: int = 0
+    block_M: int = 0
+    unit: int = 1
+    """Strides of q, k, v and dy come in units of this many entries: the compiler can then load that many at once."""
+
+    decay: bool = False
+    """The rule has a coefficient a: W = a W ..."""
+    erase: bool = False
+    """... e: - e (a W k) k^T ..."""
+    write: bool = False
+    """... w: + w v k^T, not the same as e."""
+    tied: bool = False
+    """e is also w (the delta rule): one gate to read, and one gradient."""
+    logits: bool = False
+    """Coefficients come as logits: the kernels take their sigmoids."""
+
+    map: str = "none"
+    """phi, by the name of its fused form in maps.py."""
+    sum: bool = False
+    """phi is divided by its sum."""
+    gather: bool = False
+    """DPFP: load the factors of each feature one by one, instead of selecting them by products."""
+
+    packed: bool = False
+    """Sequences follow each other in one row, with bounds in cu_seqlens."""
+    grouped: bool = False
+    """The packed sequences are groups of chunks of one sequence."""
+    prepared: bool = False
+    """The chunks' inverses are in memory already."""
+    read: bool = True
+    """Without it the forward walk only carries the state along: nothing is read with q, and y is not written."""
+    fused: bool = False
+    """The walk back computes every gradient."""
+    only_state: bool = False
+    """The walk back leaves nothing but the gradient of the first state."""
+    separate: bool = False
+    """dU is stored apart from dv, which is scaled or rounded."""
+    normalized: bool = False
+    """One token: divide by the accumulator z (attention normalisation)."""
+
+    both_ways: bool = False
+    """Load tiles that are needed in both orientations twice; see `variants.ChunkedWalk`, also for the next."""
+    prefetch: bool = False
+    chunks_per_program: int = 1
+    """Chunks that a program of `chunk_gradients` takes."""
+    lanes: int = 0
+    """Recurrent walks: lanes that share one value's part of the state."""
+    warps: int = 0
+    """Recurrent walks: warps of a program."""
+    stages: int = 0
+    """Recurrent walks: tiles of tokens in flight."""
+
+    operand: tl.dtype = tl.float32
+    """What products take and what is kept for the backward pass."""
+    acc: tl.dtype = tl.float32
+    """States and sums."""
+    precision: str = "ieee"
+    """How products are formed: "ieee" (also for 16-bit operands), "tf32" or "tf32x3"."""
+    solve: str = "ieee"
+    """How those of the triangular inverse are; "16-bit" stands for float16 operands."""
