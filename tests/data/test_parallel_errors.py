@@ -33,7 +33,7 @@ def test_files_of_different_length(files, tmp_path, split, side):
     path = files / f"{split}.{side}"
     rows = path.read_text().splitlines()
     path.write_text("\n".join(rows[:7]) + "\n")
-    refused(tmp_path, rf"{split}\.{side} ends after line 7 and .*{split}\.{other} goes on: .* not aligned", files)
+    refused(tmp_path, rf"{split}\.{side} ends after line 7 and .*{split}\.{other} continues: .* not aligned", files)
 
 
 def test_empty_files_and_lines(files, tmp_path):

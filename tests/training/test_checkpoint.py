@@ -273,7 +273,7 @@ def test_training_goes_on_over_a_full_disk(tmp_path, monkeypatch):
     assert run(tmp_path / "full", console=console).finished
     printed = console.file.getvalue()
     assert "warning: the checkpoint of step 6 could not be written (No space left on device)" in printed
-    assert "step-00000003" in printed and "training goes on" in printed
+    assert "step-00000003" in printed and "training continues" in printed
     assert losses(tmp_path / "full") == losses(tmp_path / "never full")
     assert [r["step"] for r in read_log(tmp_path / "full" / "log.jsonl") if r.get("event") == "checkpoint failed"]
 
@@ -303,7 +303,7 @@ def test_a_run_goes_on_before_its_damaged_checkpoint(tmp_path):
     damage(tmp_path / "damaged" / "checkpoints" / "step-00000012" / "weights.safetensors", "flipped")
     console = quiet()
     assert run(tmp_path / "damaged", console=console).finished
-    assert "checksum" in console.file.getvalue() and "going on from step 9" in console.file.getvalue()
+    assert "checksum" in console.file.getvalue() and "resuming from step 9" in console.file.getvalue()
     assert losses(tmp_path / "damaged") == losses(tmp_path / "whole")
 
 

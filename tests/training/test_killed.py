@@ -41,7 +41,7 @@ def test_a_killed_run_goes_on_bit_by_bit(tmp_path, ended, way, last_step):
     assert sorted(path.name for path in (out / "checkpoints").glob("step-*"))[-1] == "step-00000006"
     console = quiet()
     assert run(out, console=console).finished
-    assert "going on from step 6 of 12" in console.file.getvalue()
+    assert "resuming from step 6 of 12" in console.file.getvalue()
     assert not list((out / "checkpoints").glob(".*"))
     assert run(tmp_path).finished
     for kind in ("train", "valid"):

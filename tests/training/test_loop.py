@@ -84,7 +84,7 @@ def test_signals_save_and_say_how_to_go_on(tmp_path, number, code):
         run(tmp_path, StopsAt(4, number), console=console)
     assert (stopped.value.code, stopped.value.step) == (code, 5)
     assert stopped.value.checkpoint.name == "step-00000005"
-    assert "the same command goes on" in console.file.getvalue()
+    assert "the same command resumes" in console.file.getvalue()
     assert signal.getsignal(number) is before
 
 

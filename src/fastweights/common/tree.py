@@ -14,7 +14,7 @@ _KIND = "__kind__"
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same nest of dataclasses, tuples, lists and dicts with `function` applied to each tensor."""
+    """Return the same nest of dataclasses, tuples, lists and dicts with `function` applied to each tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if is_dataclass(value) and not isinstance(value, type):
@@ -30,14 +30,14 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in it, in the order in which `map_tensors` comes to them."""
+    """Return the tensors in it, in the order in which `map_tensors` comes to them."""
     found: list[Tensor] = []
     map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
     return found
 
 
 def signature(value: Any) -> Any:
-    """All but the numbers in the tensors, hashable: nests of equal signature take the same path through a function."""
+    """Return all but the numbers in the tensors, hashable: nests of equal signature take the same path through code."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.device
     if is_dataclass(value) and not isinstance(value, type):
@@ -50,12 +50,12 @@ def signature(value: Any) -> Any:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The same with every tensor on `device`, copied without waiting where the memory allows it."""
+    """Return the same with every tensor on `device`, copied without waiting where the memory allows it."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
 def pack(value: Any) -> Any:
-    """The same in plain containers with tensors on the CPU, which `torch.load(weights_only=True)` reads back."""
+    """Return the same in plain containers with tensors on the CPU, which `torch.load(weights_only=True)` reads back."""
     if isinstance(value, Tensor):
         # A clone, because saving a view would write all of the memory that it looks into.
         return value.detach().to("cpu", copy=True)
@@ -78,7 +78,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any, device: torch.device) -> Any:
-    """What `pack` made, as it was, with its tensors on `device`."""
+    """Return what `pack` made, as it was, with its tensors on `device`."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):

@@ -39,11 +39,11 @@ class DataError(ValueError):
 
 
 def silent(stage: str, fraction: float) -> None:
-    """The report of one who does not watch."""
+    """Report to nobody."""
 
 
 def checksum(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file."""
+    """Return size and SHA-256 of a file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -93,29 +93,29 @@ def _check_types(values: Any, types: Mapping[str, type]) -> None:
 
 
 def layout(manifest: dict[str, Any]) -> str:
-    """How the corpus lies: as one "stream" of tokens for each split, or in "pairs"."""
+    """Say how the corpus lies: as one "stream" of tokens for each split, or in "pairs"."""
     return str(manifest.get("layout", "stream"))
 
 
 def files(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries of the files that belong to the corpus."""
+    """Return the entries of the files that belong to the corpus."""
     splits = [manifest["splits"][split] for split in SPLITS if split in manifest["splits"]]
     return [manifest["vocabulary"], *(entry for split in splits for entry in split.get("files", {"": split}).values())]
 
 
 def sets(manifest: dict[str, Any]) -> dict[str, str]:
-    """The names of the validation and the test set, without those that were cut from the training text."""
+    """Return the names of the validation and the test set, without those that were cut from the training text."""
     splits = manifest["splits"]
     return {split: splits[split]["set"] for split in SPLITS if "set" in splits.get(split, {})}
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:
-    """The same for the same tokens and vocabulary, wherever they lie: what a checkpoint can ask for again."""
+    """Return a name of the tokens and the vocabulary, wherever they lie, by which a run knows its corpus."""
     return hashlib.sha256("".join(entry["sha256"] for entry in files(manifest)).encode()).hexdigest()[:16]
 
 
 def finished(folder: Path, wanted: str, verify: bool) -> dict[str, Any]:
-    """The manifest of a whole corpus in the layout that is wanted: sizes, and with `verify` checksums, are right."""
+    """Return the manifest of a complete corpus in the wanted layout: sizes, and with `verify` checksums, are right."""
     manifest = read_manifest(folder)
     if manifest is None:
         if folder.is_file():
@@ -135,7 +135,7 @@ def finished(folder: Path, wanted: str, verify: bool) -> dict[str, Any]:
 
 
 def damage(folder: Path, manifest: dict[str, Any], verify: bool = False) -> str | None:
-    """What is wrong with the files beside the manifest: their sizes, and with `verify` their checksums."""
+    """Say what is wrong with the files beside the manifest: their sizes, and with `verify` their checksums."""
     for entry in files(manifest):
         if "tokens" in entry and entry["bytes"] != entry["tokens"] * ITEM_BYTES[manifest["dtype"]]:
             return f"the manifest gives {entry['file']} {entry['bytes']:,} bytes for {entry['tokens']:,} tokens"
@@ -152,7 +152,7 @@ def damage(folder: Path, manifest: dict[str, Any], verify: bool = False) -> str 
 
 @contextmanager
 def partial_folder(out: Path) -> Iterator[Path]:
-    """An empty folder inside `out` to write in, removed afterwards; what a killed preparation left is removed first."""
+    """Open an empty folder inside `out` to write in, removed afterwards; what a killed preparation left goes first."""
     partial = out / _PARTIAL
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()

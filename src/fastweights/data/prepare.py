@@ -88,7 +88,7 @@ def prepare(
 
 
 def _finished(kind: str, row: CorpusKind, request: CorpusRequest, out: Path) -> dict[str, Any] | None:
-    """The manifest of what is finished in `out`, if that is what is asked for."""
+    """Return the manifest of what is finished in `out`, if that is what is asked for."""
     manifest = read_manifest(out)
     if manifest is None:
         return None
@@ -142,7 +142,7 @@ def _prepare(kind: str, row: CorpusKind, request: CorpusRequest, out: Path, allo
 
 
 def _differences(row: CorpusKind, built: Any, allow_other: bool) -> list[str]:
-    """In what this is not the published corpus; an error unless that is allowed."""
+    """Say in what this is not the published corpus; an error unless that is allowed."""
     if built.lack is not None:
         raise DataError(f"{built.lack}; {row.obtain}")
     wrong: list[str] = row.official.differences(built) if row.official else []
@@ -155,7 +155,7 @@ def _differences(row: CorpusKind, built: Any, allow_other: bool) -> list[str]:
 
 
 def _sets(found: Found) -> dict[str, str]:
-    """The names of the validation and the test set, which need not be of the corpus that the training text is of."""
+    """Name the validation and the test set, which need not be of the corpus that the training text is of."""
     named: dict[str, dict[str, None]] = {}
     for key, sources in found.items():
         # Texts are found by split, sentence pairs by split and language.
@@ -167,7 +167,7 @@ def _sets(found: Found) -> dict[str, str]:
 
 
 def _set_name(source: Source) -> str:
-    """The name of a file, and of which published corpus it is where it is known by its content."""
+    """Return the name of a file, and of which published corpus it is where it is known by its content."""
     name = source.path.name if source.member is None else PurePosixPath(source.member).name
     digest = hashlib.sha256()
     for piece in source.read():
@@ -177,7 +177,7 @@ def _set_name(source: Source) -> str:
 
 
 def _plain(request: CorpusRequest, row: CorpusKind) -> dict[str, Any]:
-    """The options as they stand in a manifest: files by name, as machines differ in their folders."""
+    """Return the options as they stand in a manifest: files by name, as machines differ in their folders."""
     values = {name: getattr(request, name) for name in row.options}
     return {name: value.name if isinstance(value, Path) else value for name, value in values.items()}
 

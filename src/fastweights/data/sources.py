@@ -34,7 +34,7 @@ class Source:
             return archive.getinfo(self.member).file_size
 
     def read(self, size: int = BLOCK) -> Iterator[bytes]:
-        """The content, `size` bytes at a time."""
+        """Read the content, `size` bytes at a time."""
         try:
             if self.member is None:
                 with self.path.open("rb") as file:
@@ -78,7 +78,7 @@ def _pieces(file: IO[bytes], size: int) -> Iterator[bytes]:
 
 
 def find(source: Path, names: Sequence[str], obtain: str) -> list[Source]:
-    """The files of these names in a folder, one folder further down, or anywhere in a zip archive."""
+    """Find the files of these names in a folder, one folder further down, or anywhere in a zip archive."""
     if not source.exists():
         raise DataError(f"there is no {source}; {obtain}")
     if source.is_dir():
@@ -116,7 +116,7 @@ def _members(path: Path, obtain: str) -> list[str]:
 
 
 def blocks(source: Source) -> Iterator[bytes]:
-    """The content cut where a line ends, or at a space where a line is longer than a block."""
+    """Read the content, cut where a line ends, or at a space where a line is longer than a block."""
     rest = b""
     for piece in source.read():
         data = rest + piece
@@ -129,7 +129,7 @@ def blocks(source: Source) -> Iterator[bytes]:
 
 
 def text(source: Source, report: Callable[[float], None], start: int = 0, stop: int | None = None) -> Iterator[str]:
-    """Lines `start` to `stop` of a UTF-8 file, many at a time; the last ends like the others."""
+    """Read lines `start` to `stop` of a UTF-8 file, many at a time; the last ends like the others."""
     size, offset, line = source.size, 0, 0
     ended = True
     for block in blocks(source):
@@ -159,7 +159,7 @@ def text(source: Source, report: Callable[[float], None], start: int = 0, stop: 
 
 
 def _lines(block: bytes, start: int, stop: int | None) -> tuple[bytes, int]:
-    """Lines `start` to `stop` of a block, counted from its first, and how many bytes come before them."""
+    """Return lines `start` to `stop` of a block, counted from its first, and how many bytes come before them."""
     lines = block.count(b"\n")
     if start <= 0 and (stop is None or stop > lines):
         return block, 0
@@ -172,7 +172,7 @@ def _lines(block: bytes, start: int, stop: int | None) -> tuple[bytes, int]:
 
 
 def count_lines(source: Source) -> int:
-    """Lines of a file, a last one without an end among them."""
+    """Count the lines of a file, a last one without an end among them."""
     lines, last = 0, b"\n"
     for piece in source.read():
         lines += piece.count(b"\n")
@@ -210,13 +210,13 @@ def fetch(hub: Hub, folder: Path, obtain: str, report: Report) -> None:
 
 
 def write_wikitext(rows: Iterable[Any], split: str, folder: Path) -> None:
-    """The official file of a split from the rows of Salesforce/wikitext."""
+    """Write the official file of a split from the rows of Salesforce/wikitext."""
     with (folder / f"wiki.{split}.tokens").open("w", encoding="utf-8", newline="\n") as file:
         file.writelines(row["text"].rstrip("\n") + "\n" for row in rows)
 
 
 def write_wmt(rows: Iterable[Any], split: str, folder: Path) -> None:
-    """Aligned files of a split from the rows of wmt/wmt14, each a sentence in two languages."""
+    """Write aligned files of a split from the rows of wmt/wmt14, each a sentence in two languages."""
     files: dict[str, IO[str]] = {}
     with ExitStack() as stack:
         for row in rows:

@@ -31,11 +31,11 @@ class Decoder(Protocol):
     """What the search asks of a model; `TranslationModel` does it."""
 
     def encode(self, source: Tensor, mask: Tensor | None) -> Any:
-        """The state after reading sources (B, S)."""
+        """Return the state after reading sources (B, S)."""
         ...
 
     def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """log p (N, V) of the next token, and the state, whose `reorder(rows, sentences)` picks rows."""
+        """Return log p (N, V) of the next token, and the state, whose `reorder(rows, sentences)` picks rows."""
         ...
 
 
@@ -44,7 +44,7 @@ class Search:
     """How to search.
 
     Attributes:
-        beam: hypotheses that go on at each step, k; 1 is greedy search.
+        beam: hypotheses that are kept at each step, k; 1 is greedy search.
         length_penalty: the exponent α; scores are log p / ((5 + length) / 6)^α, the end counted [Wu et al. 2016].
         n_best: how many finished hypotheses to give, at most k.
         max_length: tokens of a translation, its end included; None for those of the source and 50 more. What is not
@@ -69,7 +69,7 @@ class Search:
             raise ValueError(f"max_length must be at least 1 token, got {self.max_length}")
 
     def score(self, log_prob: float, length: int) -> float:
-        """log p over the penalty of that many tokens."""
+        """Return log p over the penalty of that many tokens."""
         return log_prob / ((5 + length) / 6) ** self.length_penalty
 
 
@@ -82,7 +82,7 @@ class _Sentence:
     found: list[Hypothesis] = field(default_factory=list)
 
     def done(self, length: int, best_open: float, search: Search) -> bool:
-        """Whether it has k finished hypotheses, its full length, or n that no open one can beat."""
+        """Say whether it has k finished hypotheses, its full length, or n that no open one can beat."""
         if len(self.found) >= search.beam or length >= self.limit:
             return True
         if not search.early_stop or len(self.found) < search.n_best:
@@ -96,7 +96,7 @@ class _Sentence:
 def beam_search(
     model: Decoder, source: Tensor, mask: Tensor | None = None, search: Search | None = None, **options: Any
 ) -> list[list[Hypothesis]]:
-    """The n best translations of each source (B, S), best first; `options` are fields of `Search`.
+    """Return the n best translations of each source (B, S), best first; `options` are fields of `Search`.
 
     Equivalent to, for each sentence and V sub-words,
 
@@ -127,7 +127,7 @@ def beam_search(
         log_p, state = model.step(token, state)
         top, parent, word = _candidates(log_p, scores, [s.limit == length for s in sentences])
         _collect(sentences, search, length, top, parent, word, history)
-        # The best k that do not end; there are always so many among 2 k candidates.
+        # The best k that do not end; 2 k candidates always have that many.
         order = (word == EOS).long().argsort(dim=1, stable=True)[:, :k]
         top, parent, word = (x.gather(1, order) for x in (top, parent, word))
         best_open = top[:, 0].tolist()
@@ -151,7 +151,7 @@ def beam_search(
 
 
 def _candidates(log_p: Tensor, scores: Tensor, last: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """The 2 k best continuations of each sentence, on the CPU: their log p, beams and words, (b, 2 k) each."""
+    """Return the 2 k best continuations of each sentence, on the CPU: their log p, beams and words, (b, 2 k) each."""
     b, k = scores.shape
     log_p = log_p.unflatten(0, (b, k)).clone()
     V = log_p.shape[-1]

@@ -39,7 +39,7 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 
     def probabilities(self, log_probs: Tensor) -> Tensor:
-        """log p (..., V) -> the probabilities (..., V) that are drawn from, 0 for words that may not come."""
+        """Return the probabilities (..., V) to draw from, given log p (..., V): 0 for words that may not come."""
         if self.temperature == 0:
             # argmax takes the first of equals, so that the result is one word and always the same.
             return torch.zeros_like(log_probs).scatter_(-1, log_probs.argmax(-1, keepdim=True), 1.0)
@@ -56,7 +56,7 @@ class Sampling:
         return torch.zeros_like(p).scatter_(-1, words, p)
 
     def draw(self, log_probs: Tensor, generator: torch.Generator) -> int:
-        """A word from log p (V,)."""
+        """Draw a word from log p (V,)."""
         if not torch.isfinite(log_probs.max()):
             raise ValueError("the model gives no finite probability to any word; its weights are broken")
         # On the CPU, so that a seed gives the same words on every device that gives the same probabilities.

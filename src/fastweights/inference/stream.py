@@ -3,7 +3,7 @@
 stream = Stream(model)
 log_probs = stream.feed(vocabulary.encode("The quick brown"))      # (V,), of the next word
 other = stream.fork()                                              # two futures of one past
-stream.save("past.safetensors")                                    # Stream.load(model, ...) goes on from it
+stream.save("past.safetensors")                                    # Stream.load(model, ...) continues
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Reader(Protocol):
     """What takes tokens and predicts the next: `Stream` and `SlidingWindow`."""
 
     def feed(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """log p (V,) of the word after these tokens and all before them."""
+        """Return log p (V,) of the word after these tokens and all before them."""
         ...
 
     def fork(self) -> Self:
-        """A second one with the same past and a future of its own."""
+        """Return a second one with the same past and a future of its own."""
         ...
 
     @property
@@ -117,7 +117,7 @@ class Stream:
         return 0 if self._state is None else self._state.nbytes
 
     def fork(self) -> Stream:
-        """A second stream with the same past; neither sees what the other is fed from here on."""
+        """Return a second stream with the same past; neither sees what the other is fed from here on."""
         other = Stream(self.model, None if self._state is None else self._state.clone(), graph=self._graph)
         other._hidden = self._hidden
         return other
@@ -186,14 +186,14 @@ class SlidingWindow:
         return self._tokens.nbytes
 
     def fork(self) -> SlidingWindow:
-        """A second window with the same past."""
+        """Return a second window with the same past."""
         other = SlidingWindow(self.model, self.length)
         other._tokens = self._tokens
         return other
 
 
 def open_reader(model: LanguageModel, length: int, carried: bool = False) -> Stream | SlidingWindow:
-    """A `Stream` where the model can and was trained to look back for ever, or else a `SlidingWindow` of `length`.
+    """Open a `Stream` where the model can and was trained to look back for ever, or else a `SlidingWindow`.
 
     The steps of a stream of fast weights on a GPU are captured.
 

@@ -41,7 +41,7 @@ def translate(
     graph: bool = False,
     report: Report = lambda done, total: None,
 ) -> list[str]:
-    """The best translation of every line; an empty line stays empty. The model stays where it is without `device`."""
+    """Return the best translation of every line, "" for an empty one. Without `device` the model is not moved."""
     search = Search(beam=beam, length_penalty=length_penalty, max_length=max_length)
     found = n_best(model, tokenizer, lines, search, batch=batch, device=device, graph=graph, report=report)
     return [translations[0].text if translations else "" for translations in found]
@@ -59,7 +59,7 @@ def n_best(
     graph: bool = False,
     report: Report = lambda done, total: None,
 ) -> list[list[Translation]]:
-    """The n best translations of every line, best first, none for an empty one.
+    """Return the n best translations of every line, best first, none for an empty one.
 
     Lines of like length are searched together, the longest first, `batch` at a time or as many as suit the device;
     `report` is told how many are done of how many. With `graph` steps are CUDA graphs, for fast weights in the decoder
@@ -105,7 +105,7 @@ def stream(
     device: str | torch.device | None = None,
     graph: bool = False,
 ) -> Iterator[list[Translation]]:
-    """As `n_best` for lines without end, in their order: each group is translated before the next is asked for."""
+    """Translate lines without end, in their order, as `n_best` does: each group before the next is asked for."""
     for lines in groups:
         yield from n_best(model, tokenizer, lines, search, batch=batch, device=device, graph=graph)
 
@@ -113,8 +113,8 @@ def stream(
 class CapturedDecoder:
     """A translation model whose decoder is captured: for `beam_search`, which asks nothing else of a model.
 
-    As sentences leave the search the graph goes on with the rows that are left, and is made anew when they are fewer
-    than half. A source read through softmax is kept token by token: another length of it is another graph.
+    As sentences leave the search the graph continues with the rows that are left; when they are fewer than half, it is
+    captured again. A source read through softmax is kept token by token: another length of it is another graph.
     """
 
     def __init__(self, model: TranslationModel) -> None:
@@ -122,11 +122,11 @@ class CapturedDecoder:
         self._captured: CapturedStep | None = None
 
     def encode(self, source: Tensor, mask: Tensor | None = None) -> TranslationState:
-        """As the model's own."""
+        """Encode as the model does."""
         return self.model.encode(source, mask)
 
     def step(self, token: Tensor, state: TranslationState) -> tuple[Tensor, TranslationState]:
-        """As the model's own; what comes back lies in the graph's memory until the next step."""
+        """Step as the model does; what comes back lies in the graph's memory until the next step."""
         if isinstance(state.source, Encoded) or state.past is None:
             return self.model.step(token, state)
         captured = self._captured
@@ -145,13 +145,13 @@ def refusal(model: TranslationModel, device: torch.device) -> str | None:
 
 
 def lines_at_once(device: torch.device, beam: int, longest: int) -> int:
-    """How many lines of up to `longest` tokens a batch has where nobody says."""
+    """Return how many lines of up to `longest` tokens a batch has where nobody says."""
     rows, tokens = AT_ONCE.get(device.type, AT_ONCE["cpu"])
     return max(1, min(rows // beam, tokens // longest))
 
 
 def pad_sources(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Sentences with their ends as one tensor (B, S), padded on the right, and where its tokens are (B, S)."""
+    """Return sentences with their ends as one tensor (B, S), padded on the right, and where its tokens are (B, S)."""
     lengths = torch.tensor([len(row) + 1 for row in rows])
     longest = int(lengths.max())
     source = torch.tensor([[*row, EOS, *[PAD] * (longest - len(row) - 1)] for row in rows], dtype=torch.int64)

@@ -54,7 +54,7 @@ class LanguageModelConfig(ModelConfig):
         mem_len, clamp_len: of mixer "relative"; see `RelativeAttention`.
         positions: "none", or "sinusoid" added to the embedding.
         position_direction: "backward" gives the last token of each window position 0, as the authors' code does;
-            "forward" counts from the first token, and can go on in a later segment.
+            "forward" counts from the first token, and can continue in a later segment.
         norm: LayerNorm "post" each residual sum, as the paper's models have it, or "pre" each sublayer with one more
             before the softmax.
         tied: one matrix for input embedding and softmax.
@@ -104,7 +104,7 @@ class LanguageModelConfig(ModelConfig):
 
 
 def check_forgets(config: LanguageModelConfig) -> None:
-    """A ValueError for a model that cannot begin a new text in the middle of a segment."""
+    """Refuse a model that cannot begin a new text in the middle of a segment."""
     if not MIXERS[config.mixer].forgets:
         able = " or ".join(repr(name) for name, kind in MIXERS.items() if kind.forgets)
         raise ValueError(
@@ -136,11 +136,11 @@ class Block(nn.Module):
         self.pre = config.norm == "pre"
 
     def forward(self, x: Tensor, state: State | None = None, starts: Tensor | None = None) -> tuple[Tensor, State]:
-        """x (B, T, d_model) -> y (B, T, d_model), state."""
+        """Map x (B, T, d_model) to y (B, T, d_model), and return the state."""
         return self._run(self.mixer if starts is None else partial(self.mixer, starts=starts), x, state)
 
     def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """x (B, d_model) -> y (B, d_model), state."""
+        """Map x (B, d_model) to y (B, d_model), and return the state."""
         return self._run(self.mixer.step, x, state)  # type: ignore[arg-type]
 
     def _run(
@@ -178,7 +178,7 @@ class LanguageModel(nn.Module):
         self.apply(self._initialize)
 
     def _initialize(self, module: nn.Module) -> None:
-        """Weights from N(0, init_std²), LayerNorm's from N(1, init_std²), biases 0: the authors' code."""
+        """Draw weights from N(0, init_std²), LayerNorm's from N(1, init_std²), with biases 0: the authors' code."""
         std = self.config.init_std
         if isinstance(module, AdaptiveSoftmax):
             module.reset_parameters(std)
@@ -193,7 +193,7 @@ class LanguageModel(nn.Module):
     def forward(
         self, tokens: Tensor, state: LanguageModelState | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, LanguageModelState]:
-        """Hidden vectors (B, T, d_model) of tokens (B, T), from which the softmax predicts the next, and the state.
+        """Return hidden vectors (B, T, d_model) of tokens (B, T), from which the next are predicted, and the state.
 
         `state` from an earlier call makes `tokens` the continuation of what it saw; gradients flow into it, so
         `state.detach()` first to train without them. Where `starts` (B, T) is True a new text begins, and all that came
@@ -217,12 +217,12 @@ class LanguageModel(nn.Module):
         state: LanguageModelState | None = None,
         starts: Tensor | None = None,
     ) -> tuple[Tensor, LanguageModelState]:
-        """-log p(target) in nats (B, T) for targets (B, T), the words after `tokens`, and the state."""
+        """Return -log p(target) in nats (B, T) for targets (B, T), the words after `tokens`, and the state."""
         hidden, state = self(tokens, state, starts)
         return self.softmax(hidden, targets), state
 
     def step(self, token: Tensor, state: LanguageModelState | None = None) -> tuple[Tensor, LanguageModelState]:
-        """log p (B, V) of the word after token (B,), and the state, which for fast weights never grows."""
+        """Return log p (B, V) of the word after token (B,), and the state, which for fast weights never grows."""
         self._check(token, state, 1, "(B,)")
         x = self._embed(token.unsqueeze(1), state, stream=True).squeeze(1)
         states = []
@@ -243,7 +243,7 @@ class LanguageModel(nn.Module):
                 module.mem_len, module.clamp_len = mem_len, clamp_len
 
     def state_size(self, segment: int = 1) -> int:
-        """Numbers kept of the past for one row, as Table 4 and App. F count them.
+        """Count the numbers kept of the past for one row, as Table 4 and App. F do.
 
         Fast weights: n_layers x n_heads x d_dot x d_value, without the accumulator of attention normalisation.
         Attention: n_layers x (mem_len + segment) x 2 n_heads d_head, its keys and values while it reads a segment; the
@@ -265,8 +265,9 @@ class LanguageModel(nn.Module):
         direction = self.config.position_direction
         if direction == "backward" and (stream or state is not None):
             raise ValueError(
-                "positions run backward from the end of a window, so this model cannot go on from a state or token by "
-                "token: give it whole windows, or train with positions = 'none' or position_direction = 'forward'"
+                "positions run backward from the end of a window, so this model can neither continue a state nor read "
+                "token by token: give it whole windows, or train with positions = 'none' or position_direction = "
+                "'forward'"
             )
         return self.dropout(x + encode_positions(x, direction, None if state is None else state.position))
 

@@ -143,14 +143,14 @@ def _config(
     sizes: Mapping[str, int],
     overrides: Mapping[str, Any],
 ) -> LanguageModelConfig:
-    """The preset's sizes, what follows from the choice of mixer, rule and context, then what the caller wants else."""
+    """Make a configuration of the preset's sizes, what follows from mixer, rule and context, and the overrides."""
     choice = look_up(MIXER_CHOICES, mixer, "mixer")
     look_up(dict.fromkeys(CONTEXTS), context, "context")
     LanguageModelConfig.check_names(overrides)
     values: dict[str, Any] = {**sizes, **overrides}
     # A smaller vocabulary has fewer clusters.
     values.setdefault("cutoffs", tuple(cutoff for cutoff in cutoffs if cutoff < values["vocab_size"]))
-    # Backward positions have no meaning in a text that goes on, and Transformer-XL has its own.
+    # Backward positions have no meaning in a text that continues, and Transformer-XL has its own.
     values.setdefault("positions", "none" if context == "carried" or mixer == "xl" else "sinusoid")
     if choice.mixer == "relative":
         values.setdefault("mem_len", segment)

@@ -47,7 +47,7 @@ class TranslationState:
     past: StackState | None = None
 
     def reorder(self, rows: Tensor, sentences: Tensor | None = None) -> TranslationState:
-        """Row `rows[i]` becomes row i, so beams can fork; sentences likewise, None to leave them as they are."""
+        """Move row `rows[i]` to row i, so that beams can fork; sentences likewise, None to leave them as they are."""
         source = self.source
         if sentences is not None and isinstance(source, Encoded):
             picked = sentences.to(source.x.device)
@@ -100,15 +100,15 @@ class Layer(nn.Module):
         self.pre = config.norm == "pre"
 
     def before(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """What a sublayer reads."""
+        """Return what a sublayer reads."""
         return norm(x) if self.pre else x
 
     def after(self, norm: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """x with what a sublayer gave."""
+        """Return x with what a sublayer gave."""
         return x + y if self.pre else norm(x + y)
 
     def finish(self, x: Tensor) -> Tensor:
-        """The feed-forward sublayer, last in both."""
+        """Run the feed-forward sublayer, last in both."""
         return self.after(self.feedforward_norm, x, self.feedforward(self.before(self.feedforward_norm, x)))
 
 
@@ -120,7 +120,7 @@ class EncoderLayer(Layer):
         self.attention = _reading(config, config.encoder)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """x (B, S, d_model) -> (B, S, d_model)."""
+        """Map x (B, S, d_model) to (B, S, d_model)."""
         h = self.before(self.attention_norm, x)
         y = self.attention(h, self.attention.remember(h, mask))
         return self.finish(self.after(self.attention_norm, x, self.dropout(y)))
@@ -136,7 +136,7 @@ class DecoderLayer(Layer):
         self.cross_norm = nn.LayerNorm(config.d_model)
 
     def forward(self, x: Tensor, source: Encoded | State, past: State | None) -> tuple[Tensor, State, State]:
-        """x (N, T, d_model) -> (N, T, d_model), the memory of the source, and the state after x.
+        """Map x (N, T, d_model) to (N, T, d_model); return also the memory of the source, and the state after x.
 
         The source comes as the encoder left it the first time; afterwards its memory is all that is needed.
         """
@@ -186,7 +186,7 @@ class TranslationModel(nn.Module):
         self.apply(self._initialize)
 
     def _initialize(self, module: nn.Module) -> None:
-        """Glorot's uniform weights, as Vaswani et al., and embeddings from N(0, 1 / d_model)."""
+        """Draw Glorot's uniform weights, as Vaswani et al., and embeddings from N(0, 1 / d_model)."""
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
         elif isinstance(module, nn.Linear):
@@ -195,14 +195,14 @@ class TranslationModel(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, source: Tensor, mask: Tensor | None, target: Tensor) -> Tensor:
-        """Logits (B, T, V) of the token after each of target (B, T), given source (B, S) and its mask (B, S)."""
+        """Return logits (B, T, V) of the token after each of target (B, T), given source (B, S) and its mask (B, S)."""
         hidden, _ = self._decode(target, self.encode(source, mask))
         return self.logits(hidden)
 
     def loss(
         self, source: Tensor, mask: Tensor | None, target: Tensor, following: Tensor, smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Losses (B, T) in nats of the tokens `following` each of target, with label smoothing and without.
+        """Return losses (B, T) in nats of the tokens `following` each of target, with label smoothing and without.
 
         Equivalent to
 
@@ -222,7 +222,7 @@ class TranslationModel(nn.Module):
         return TranslationState(Encoded(self.encoder_norm(x), mask))
 
     def decode(self, target: Tensor, state: TranslationState) -> tuple[Tensor, TranslationState]:
-        """Logits (N, T, V) of the token after each of target (N, T), which goes on from the state, and the state."""
+        """Return logits (N, T, V) of the token after each of target (N, T), which continues the state, and the next."""
         if self.training and state.past is not None and any(getattr(m, "redraws", False) for m in self.modules()):
             raise ValueError(
                 "performer attention draws new features for each call in training, with which an earlier state cannot "
@@ -232,7 +232,7 @@ class TranslationModel(nn.Module):
         return self.logits(hidden), state
 
     def step(self, token: Tensor, state: TranslationState) -> tuple[Tensor, TranslationState]:
-        """log p (N, V), at least float32, of the token after token (N,), and the state.
+        """Return log p (N, V), at least float32, of the token after token (N,), and the state.
 
         With fast weights the state never grows, and the time for a token does not depend on either sentence.
         """
@@ -243,7 +243,7 @@ class TranslationModel(nn.Module):
         return logits.squeeze(1).to(wide).log_softmax(-1), state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Unnormalised log p (..., V) from hidden vectors (..., d_model)."""
+        """Return unnormalised log p (..., V) from hidden vectors (..., d_model)."""
         return F.linear(hidden, self.embedding.weight)
 
     @property

@@ -82,7 +82,7 @@ class TranslationModelConfig(ModelConfig):
         return self.d_model // self.n_heads
 
     def map_options(self, attention: str) -> dict[str, Any]:
-        """Options of the feature map of that attention.
+        """Return the options of the feature map of that attention.
 
         The kernel that FAVOR+ estimates is that of softmax attention, exp(q·k / sqrt(d_head)).
         """
@@ -92,12 +92,12 @@ class TranslationModelConfig(ModelConfig):
         return {"nu": 2 if self.nu is None else self.nu} if attention == "dpfp" else {}
 
     def d_dot(self, attention: str) -> int:
-        """Size of mapped keys and queries, App. E: d_head, 2 m for the performer, 2 ν d_head for DPFP."""
+        """Return the size of mapped keys and queries, App. E: d_head, 2 m for the performer, 2 ν d_head for DPFP."""
         phi = look_up(ATTENTIONS, attention, "attention")
         return self.d_head if phi is None else feature_map(phi, self.d_head, **self.map_options(attention)).dim
 
     def _refuse_idle(self) -> None:
-        """Fields that do nothing here must be as they are by default."""
+        """Refuse fields that do nothing here and are not as they are by default."""
         defaults = {f.name: f.default for f in fields(self)}
         for name, where in idle_fields(*self.attentions).items():
             value = getattr(self, name)
@@ -109,7 +109,7 @@ class TranslationModelConfig(ModelConfig):
 
 
 def idle_fields(encoder: str, decoder: str, cross: str) -> dict[str, str]:
-    """The fields that do nothing with those attentions, and what each is for."""
+    """Return the fields that do nothing with those attentions, and what each is for."""
     attentions = (encoder, decoder, cross)
     used = {
         "features": ("performer" in attentions, "performer attention"),

@@ -79,7 +79,7 @@ PRESETS: dict[str, Callable[..., TranslationModelConfig]] = {"big": big, "base":
 
 
 def _config(attention: str, sizes: Mapping[str, Any], overrides: Mapping[str, Any]) -> TranslationModelConfig:
-    """The sizes, the same attention in all positions, then what the caller wants else."""
+    """Make a configuration of the sizes, the same attention in all positions, and the overrides."""
     look_up(ATTENTIONS, attention, "attention")
     TranslationModelConfig.check_names(overrides)
     values: dict[str, Any] = {**sizes, **dict.fromkeys(POSITIONS, attention), **overrides}

@@ -92,7 +92,7 @@ class PairBatches:
         self._epoch, self._batches = -1, list[Integers]()
 
     def _cut(self, costs: Integers, max_tokens: int) -> Integers:
-        """Where batches end: costs[i] is what pair i of the sorted ones takes, so the last decides for its batch."""
+        """Find where batches end: costs[i] is what pair i of the sorted ones takes; the last decides for its batch."""
         if costs[-1] > max_tokens:
             raise ValueError(
                 f"the longest pair takes {costs[-1]} padded tokens, max_tokens is {max_tokens}; "
@@ -109,11 +109,11 @@ class PairBatches:
         return np.array(ends)
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Count the batches of an epoch."""
         return len(self._cuts) - 1
 
     def rows(self, index: int) -> Integers:
-        """Numbers, in the split, of the pairs of batch `index`."""
+        """Return the numbers, in the split, of the pairs of batch `index`."""
         if index < 0:
             raise IndexError(f"batch must be at least 0, got {index}")
         epoch = index // len(self) if self.shuffle else 0
@@ -129,7 +129,7 @@ class PairBatches:
         return [batches[number] for number in draw.permutation(len(batches))] if self.shuffle else batches
 
     def batch_at(self, index: int, rank: int = 0, world: int = 1) -> PairBatch:
-        """Batch `index`, counted from the first of the first epoch; of several ranks each has every `world`-th pair.
+        """Return batch `index`, counted from the first of the first epoch; each rank has every `world`-th of its pairs.
 
         All ranks' parts are padded alike. A rank for which no pair is left has one whose target does not count.
         """
@@ -148,7 +148,7 @@ class PairBatches:
         return PairBatch(*map(torch.from_numpy, (source, source_mask, target_in, target_out, target_mask)))
 
     def _padded(self, side: str, whole: Integers, pairs: Integers) -> tuple[Integers, np.ndarray]:
-        """Sentences with EOS and padding (B, L) of `pairs`, and where they are not padding."""
+        """Return sentences with EOS and padding (B, L) of `pairs`, and where they are not padding."""
         lengths = self.split.lengths(side)
         width = -(-(int(lengths[whole].max()) + 1) // self.pad_to) * self.pad_to
         size, place = lengths[pairs][:, None], np.arange(width)
@@ -158,5 +158,5 @@ class PairBatches:
         return ids, place <= size
 
     def __iter__(self) -> Iterator[PairBatch]:
-        """The first epoch."""
+        """Yield the first epoch."""
         return (self.batch_at(index) for index in range(len(self)))

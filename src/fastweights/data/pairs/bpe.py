@@ -42,13 +42,13 @@ class Tokenizer:
             raise DataError(f"pieces 0 … 3 of a tokenizer must be {SPECIALS}, this one has {specials}")
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The numbers of each text, without specials."""
+        """Return the numbers of each text, without specials."""
         # The first word is written like every other, with a space before it.
         coded = self._inner.encode_batch_fast([f" {text}" for text in texts], add_special_tokens=False)
         return [row.ids for row in coded]
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each row; specials are left out, and bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of each row; specials are left out, and bytes that are no UTF-8 become U+FFFD."""
         kept = [[int(number) for number in row if number >= len(SPECIALS)] for row in rows]
         return [text.removeprefix(" ") for text in self._inner.decode_batch(kept, skip_special_tokens=False)]
 
@@ -61,7 +61,7 @@ class Tokenizer:
         return hashlib.sha256(self._content).hexdigest()
 
     def dump(self) -> bytes:
-        """The content of the file that `load` reads."""
+        """Return the content of the file that `load` reads."""
         return self._content
 
     @classmethod
@@ -70,7 +70,7 @@ class Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
-    """A tokenizer of `size` pieces, or fewer where the texts have no more pairs of pieces that come twice."""
+    """Train a tokenizer of `size` pieces, or fewer where the texts have no more pairs of pieces that come twice."""
     if size < LEAST:
         raise DataError(f"a vocabulary has the {LEAST} pieces of every byte and special at least, got {size}")
     library = _library()

@@ -56,7 +56,7 @@ class BuiltPairs:
         return next((f"{split} has no pair of lines with something in both languages" for split in empty), None)
 
     def describe(self, folder: Path) -> dict[str, Any]:
-        """What the manifest says of the splits and their files."""
+        """Return what the manifest says of the splits and their files."""
         splits = {split: self._entry(split, counts, folder) for split, counts in self.splits.items()}
         return {"layout": "pairs", "languages": list(self.languages), "splits": splits}
 
@@ -75,7 +75,7 @@ def _file(folder: Path, name: str) -> dict[str, Any]:
 
 
 def find_pairs(request: CorpusRequest, obtain: str) -> Found:
-    """The files of each split and language, as `train.en`: by the names of the files, or by --valid and --test."""
+    """Find the files of each split and language, as `train.en`: by the names of the files, or by --valid and --test."""
     folder, languages = request.source, (request.source_language, request.target_language)
     assert folder is not None
     if languages[0] == languages[1]:
@@ -131,7 +131,7 @@ def build_found(found: Found, folder: Path, request: CorpusRequest) -> BuiltPair
 
 
 def _part(progress: Progress, number: int, count: int) -> Progress:
-    """Progress in part `number` of `count` as progress in the whole."""
+    """Return progress in part `number` of `count` as progress in the whole."""
     return lambda fraction: progress((number + fraction) / count)
 
 
@@ -149,7 +149,7 @@ def build_pairs(
 
 
 def _texts(read: Pairs, request: CorpusRequest) -> Iterator[str]:
-    """Both sides of the training pairs, for the vocabulary."""
+    """Yield both sides of the training pairs, for the vocabulary."""
     request.progress("train")(0.0)
     for pair in read("train", request.progress("train")):
         if pair.source:

@@ -39,11 +39,11 @@ class ParallelSplit:
         return self._size
 
     def source(self, number: int) -> np.ndarray:
-        """Token numbers of a source sentence."""
+        """Return the token numbers of a source sentence."""
         return self._sentence("source", number)
 
     def target(self, number: int) -> np.ndarray:
-        """Token numbers of a target sentence."""
+        """Return the token numbers of a target sentence."""
         return self._sentence("target", number)
 
     def _sentence(self, side: str, number: int) -> np.ndarray:
@@ -53,7 +53,7 @@ class ParallelSplit:
         return np.asarray(self._ids[side][int(starts[number]) : int(starts[number + 1])])
 
     def tokens(self, side: str, numbers: Integers) -> np.ndarray:
-        """Token numbers of those sentences of a side, one after another; of a thousand in one go, not one by one."""
+        """Return the token numbers of those sentences of a side, one after another; of a thousand in one go."""
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self._size:
             raise IndexError(f"{self.name} has pairs 0 … {self._size - 1}, got {numbers.min()} … {numbers.max()}")
         lengths = self.lengths(side)[numbers]
@@ -66,7 +66,7 @@ class ParallelSplit:
         return {side: np.diff(starts.astype(np.int64)) for side, starts in self._starts.items()}
 
     def lengths(self, side: str) -> Integers:
-        """Tokens of each sentence of a side, "source" or "target"."""
+        """Return the number of tokens of each sentence of a side, "source" or "target"."""
         return look_up(self._lengths, side, "side")
 
     @cached_property
@@ -89,7 +89,7 @@ class ParallelSplit:
     def batches(
         self, max_tokens: int, *, seed: int = 0, max_length: int | None = None, shuffle: bool = True, pad_to: int = 8
     ) -> PairBatches:
-        """For training and evaluation: see `PairBatches`."""
+        """Cut for training and evaluation: see `PairBatches`."""
         return PairBatches(self, max_tokens, seed=seed, max_length=max_length, shuffle=shuffle, pad_to=pad_to)
 
 
@@ -113,12 +113,12 @@ class ParallelCorpus:
         return cls(folder, manifest, tokenizer, splits)
 
     def split(self, name: str) -> ParallelSplit:
-        """The split of that name: train, valid, and where there is one test."""
+        """Return the split of that name: train, valid, and where there is one test."""
         return look_up(self.splits, name, "split")
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same pairs and tokenizer, wherever they lie: what a checkpoint can ask for again."""
+        """A name of these pairs and this tokenizer, wherever they lie, by which a run knows its corpus."""
         return fingerprint(self.manifest)
 
     @property

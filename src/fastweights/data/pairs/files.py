@@ -51,7 +51,7 @@ class FileSet(NamedTuple):
 
 
 def language_of(path: Path) -> tuple[str, str]:
-    """The name of a file's set and the language at its end: ("train", "en") for `train.en.gz`."""
+    """Return the name of a file's set and the language at its end: ("train", "en") for `train.en.gz`."""
     name = path.name
     for suffix in (*_OPEN, ".sgm", ".sgml"):
         name = name.removesuffix(suffix)
@@ -60,7 +60,7 @@ def language_of(path: Path) -> tuple[str, str]:
 
 
 def find_sets(folder: Path, languages: tuple[str, str]) -> dict[str, FileSet]:
-    """The sets of files in a folder by name; those of one language alone, as of WMT's other pairs, are left out."""
+    """Find the sets of files in a folder by name, without those of one language alone, as of WMT's other pairs."""
     return {
         name: FileSet(_one(sides[languages[0]], "src"), _one(sides[languages[1]], "ref"))
         for name, sides in _sides(folder, languages).items()
@@ -69,7 +69,7 @@ def find_sets(folder: Path, languages: tuple[str, str]) -> dict[str, FileSet]:
 
 
 def lonely(folder: Path, languages: tuple[str, str]) -> dict[str, str]:
-    """What the sets of one language alone lack, by their names."""
+    """Say what the sets of one language alone lack, by their names."""
     missing = {}
     for name, sides in _sides(folder, languages).items():
         for language, other in (languages, languages[::-1]):
@@ -79,7 +79,7 @@ def lonely(folder: Path, languages: tuple[str, str]) -> dict[str, str]:
 
 
 def _sides(folder: Path, languages: tuple[str, str]) -> dict[str, dict[str, list[Path]]]:
-    """The files of each set by language, of those two that are there."""
+    """Find the files of each set by language, of those two that are there."""
     found: dict[str, dict[str, list[Path]]] = {}
     for path in sorted(folder.iterdir()):
         name, language = language_of(path)
@@ -89,7 +89,7 @@ def _sides(folder: Path, languages: tuple[str, str]) -> dict[str, dict[str, list
 
 
 def _one(paths: list[Path], side: str) -> Path:
-    """The one file, or of WMT's two for one language that which is written for this direction."""
+    """Return the one file, or of WMT's two for one language that which is written for this direction."""
     if len(paths) == 1:
         return paths[0]
     fitting = [path for path in paths if f"-{side}." in path.name]
@@ -99,7 +99,7 @@ def _one(paths: list[Path], side: str) -> Path:
 
 
 def sort_sets(sets: dict[str, FileSet]) -> dict[str, list[str]]:
-    """Names of the sets for train, valid and test. Those of no known use are for training if none is named so."""
+    """Name the sets for train, valid and test. Those of no known use are for training if none is named so."""
     uses: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     others = []
     for name in sets:
@@ -112,7 +112,7 @@ def sort_sets(sets: dict[str, FileSet]) -> dict[str, list[str]]:
 
 
 def named_set(given: Path, folder: Path, languages: tuple[str, str]) -> FileSet:
-    """The set that an option names: by a path without the language, by one of its files, or by its name in `folder`."""
+    """Find the set that an option names: by a path without the language, one of its files, or a name in `folder`."""
     reasons: list[str] = []
     for place in dict.fromkeys((given.parent, folder / given.parent)):
         if place.is_dir():
@@ -126,7 +126,7 @@ def named_set(given: Path, folder: Path, languages: tuple[str, str]) -> FileSet:
 
 
 def read_pairs(files: FileSet, progress: Progress) -> Iterator[Pair]:
-    """The lines of two files side by side, without white space at their ends."""
+    """Read the lines of two files side by side, without white space at their ends."""
     source, target = _lines(files.source, progress), _lines(files.target, lambda fraction: None)
     number = 0
     while True:
@@ -138,7 +138,7 @@ def read_pairs(files: FileSet, progress: Progress) -> Iterator[Pair]:
     if left is not None or right is not None:
         short, long = (files.source, files.target) if left is None else (files.target, files.source)
         raise DataError(
-            f"{short} ends after line {number:,} and {long} goes on: the two are not aligned; obtain them again"
+            f"{short} ends after line {number:,} and {long} continues: the two are not aligned; obtain them again"
         )
     if not number:
         raise DataError(f"{files.source} and {files.target} are empty")
@@ -161,7 +161,7 @@ def _lines(path: Path, progress: Progress) -> Iterator[str]:
 
 
 def decode_line(line: bytes, number: int, name: object) -> str:
-    """The text of a line, without white space at its ends; the first may begin with a byte order mark."""
+    """Decode a line, without white space at its ends; the first may begin with a byte order mark."""
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
     except UnicodeDecodeError as error:

@@ -23,7 +23,7 @@ _SHORTEST, _LONGEST = 2, 4
 
 
 def split_of(number: int) -> str:
-    """The split of a number, by its hash: a tenth of those from 100 on is for valid and a tenth for test."""
+    """Return the split of a number, by its hash: a tenth of those from 100 on is for valid and a tenth for test."""
     if number < 100:
         return "train"
     return {0: "valid", 1: "test"}.get(zlib.crc32(str(number).encode()) % 10, "train")
@@ -31,13 +31,13 @@ def split_of(number: int) -> str:
 
 @cache
 def english(number: int) -> str:
-    """The words of a number as they are said in America: 1,234 is "one thousand two hundred thirty-four"."""
+    """Say a number as in America: 1,234 is "one thousand two hundred thirty-four"."""
     return _words(number, "en").replace(" and ", " ").replace(",", "")
 
 
 @cache
 def german(number: int) -> str:
-    """1,234 is "eintausendzweihundertvierunddreißig"."""
+    """Say a number in German: 1,234 is "eintausendzweihundertvierunddreißig"."""
     return _words(number, "de")
 
 
@@ -50,7 +50,7 @@ def _words(number: int, language: str) -> str:
 
 
 def lines(split: str, count: int, highest: int) -> Iterator[Pair]:
-    """Lists of two to four numbers of a split, as many small as large ones; the same whenever they are asked for."""
+    """Draw lists of two to four numbers of a split, as many small as large ones; the same ones each time."""
     draw = random.Random(f"{split} of {highest}")
     # By number of digits first, or nearly all of them would be as long as the highest.
     by_digits: dict[int, list[int]] = {}
@@ -64,7 +64,7 @@ def lines(split: str, count: int, highest: int) -> Iterator[Pair]:
 
 
 def build(found: Found, folder: Path, request: CorpusRequest) -> BuiltPairs:
-    """The corpus with the sizes of the request."""
+    """Build the corpus with the sizes of the request."""
     counts = dict(zip(SPLITS, (request.pairs, request.held_out, request.held_out), strict=True))
 
     def read(split: str, progress: Progress) -> Iterator[Pair]:

@@ -46,21 +46,21 @@ class Built:
         return next((f"{split} has {n} tokens, too few to predict one from another" for split, n in few), None)
 
     def describe(self, folder: Path) -> dict[str, Any]:
-        """What the manifest says of the splits and their files."""
+        """Return what the manifest says of the splits and their files."""
         names = {split: f"{split}.bin" for split in SPLITS}
         entries = {s: {"file": name, **asdict(self.splits[s]), **checksum(folder / name)} for s, name in names.items()}
         return {"splits": entries}
 
 
 def dtype_for(vocabulary: Sized) -> str:
-    """The smallest type that holds every number."""
+    """Return the smallest type that holds every number."""
     return "uint16" if len(vocabulary) <= 1 << 16 else "uint32"
 
 
 def build_words(
     texts: Mapping[str, Iterable[str]], folder: Path, report: Report, min_count: int = 1, max_words: int | None = None
 ) -> Built:
-    """Words by white space, `<eos>` at the end of each line; `texts` gives each split in pieces that cut no word.
+    """Build from words between white space; `texts` has each split in pieces that cut no word, `<eos>` ends a line.
 
     The vocabulary comes from the training text: `<eos>`, then the words by frequency, of equally frequent ones the
     first seen first. Words that fall to a limit become `<unk>`, which stands second if the text has none of its own.
@@ -129,7 +129,7 @@ def write_text(texts: Iterable[str], vocabulary: WordVocabulary, path: Path) -> 
 
 
 def build_bytes(source: Source, folder: Path, report: Report) -> Built:
-    """Bytes as they are: the first 90 % for training, 5 % and 5 % to validate and test."""
+    """Build from bytes as they are: the first 90 % for training, 5 % and 5 % to validate and test."""
     built, size, content = Built(ByteVocabulary()), source.size, hashlib.sha256()
     ends = dict(zip(SPLITS, (size * 90 // 100, size * 95 // 100, size), strict=True))
     files = {split: (folder / f"{split}.bin").open("wb") for split in SPLITS}
@@ -155,7 +155,7 @@ def build_bytes(source: Source, folder: Path, report: Report) -> Built:
 
 
 def build_ids(ids: Path, words: Path, texts: Mapping[str, Iterable[str]], folder: Path, report: Report) -> Built:
-    """Training tokens from a .npy file of numbers into a vocabulary file; valid and test from text."""
+    """Build from a .npy file of numbers into a vocabulary file for training, and from text for valid and test."""
     import numpy as np
 
     try:

@@ -64,11 +64,11 @@ class Segments:
         self.rows, self.starts, self.length = rows(tokens), None if starts is None else rows(starts), length
 
     def __len__(self) -> int:
-        """Steps an epoch."""
+        """Count the steps of an epoch."""
         return -(-(self.rows.shape[1] - 1) // self.length)
 
     def batch_at(self, step: int) -> Segment:
-        """The segment of a step, counted from the first of the first epoch."""
+        """Return the segment of a step, counted from the first of the first epoch."""
         if step < 0:
             raise IndexError(f"step must be at least 0, got {step}")
         start = step % len(self) * self.length
@@ -77,7 +77,7 @@ class Segments:
         return Segment(self.rows[:, start:stop].long(), self.rows[:, start + 1 : stop + 1].long(), start == 0, starts)
 
     def __iter__(self) -> Iterator[Segment]:
-        """One epoch."""
+        """Yield one epoch."""
         return (self.batch_at(step) for step in range(len(self)))
 
     @property
@@ -113,7 +113,7 @@ class ShuffledSegments:
         self._mine = _share(batch, length, rank, world)
         if seed < 0:
             raise ValueError(f"seed must be at least 0 for shuffled segments, got {seed}")
-        # Wherever the first begins, so many fit in.
+        # This many fit in wherever the first begins.
         self._count = (len(tokens) - length) // length
         if self._count < batch:
             remedy = f"take a batch of at most {self._count}" if self._count > 0 else "take shorter ones"
@@ -125,11 +125,11 @@ class ShuffledSegments:
         self._epoch, self._places = -1, torch.empty(0)
 
     def __len__(self) -> int:
-        """Steps an epoch."""
+        """Count the steps of an epoch."""
         return self._count // self.batch
 
     def batch_at(self, step: int) -> Segment:
-        """The segments of a step, counted from the first of the first epoch; `starts_epoch` is always False."""
+        """Return the segments of a step, counted from the first of the first epoch; `starts_epoch` is always False."""
         if step < 0:
             raise IndexError(f"step must be at least 0, got {step}")
         epoch, index = divmod(step, len(self))
@@ -141,7 +141,7 @@ class ShuffledSegments:
         return Segment(tokens[:, :-1], tokens[:, 1:], False, starts)
 
     def _draw(self, epoch: int) -> Tensor:
-        """Where the segments of an epoch begin, in their order."""
+        """Draw where the segments of an epoch begin, in their order."""
         draw = np.random.default_rng((self.seed, epoch))
         first, order = draw.integers(self.length), draw.permutation(self._count)
         return torch.from_numpy(first + self.length * order).to(self.tokens.device)
@@ -190,11 +190,11 @@ class Windows:
         self._starts = None if starts is None else Windows(starts, length, stride, batch)
 
     def __len__(self) -> int:
-        """Batches, of which the first is the first window alone."""
+        """Count the batches, of which the first is the first window alone."""
         return 1 + -(-len(self._later) // self.batch) + (self._left > 0)
 
     def batch_at(self, number: int) -> Window:
-        """Batch `number`."""
+        """Return batch `number`."""
         if not 0 <= number < len(self):
             raise IndexError(f"batch must be 0 … {len(self) - 1}, got {number}")
         L = self.length
@@ -225,20 +225,20 @@ class TokenStream:
         return len(self.tokens)
 
     def to(self, device: str | torch.device) -> TokenStream:
-        """The stream in the memory of a device, as int32."""
+        """Return the stream in the memory of a device, as int32."""
         starts = None if self.starts is None else self.starts.to(device)
         return TokenStream(self.tokens.to(torch.int32).to(device), starts)
 
     def segments(self, batch: int, length: int, *, rank: int = 0, world: int = 1) -> Segments:
-        """For training, and with batch 1 for evaluation with carried state: see `Segments`."""
+        """Cut for training, and with batch 1 for evaluation with carried state: see `Segments`."""
         return Segments(self.tokens, batch, length, rank, world, self.starts)
 
     def shuffled(self, batch: int, length: int, *, seed: int = 0, rank: int = 0, world: int = 1) -> ShuffledSegments:
-        """For training where each segment stands alone: see `ShuffledSegments`."""
+        """Cut for training where each segment stands alone: see `ShuffledSegments`."""
         return ShuffledSegments(self.tokens, batch, length, seed, rank, world, self.starts)
 
     def windows(self, length: int, stride: int = 1, *, batch: int = 1) -> Windows:
-        """For evaluation by sliding window: see `Windows`."""
+        """Cut for evaluation by sliding window: see `Windows`."""
         return Windows(self.tokens, length, stride, batch, self.starts)
 
 
@@ -268,12 +268,12 @@ class Corpus:
         return cls(folder, manifest, vocabulary, **streams)
 
     def split(self, name: str) -> TokenStream:
-        """The stream of that name: train, valid or test."""
+        """Return the stream of that name: train, valid or test."""
         return look_up({split: getattr(self, split) for split in SPLITS}, name, "split")
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same tokens and vocabulary, wherever they lie: what a checkpoint can ask for again."""
+        """A name of these tokens and this vocabulary, wherever they lie, by which a run knows its corpus."""
         return fingerprint(self.manifest)
 
 
@@ -282,7 +282,7 @@ def _mapped(folder: Path, entry: dict[str, Any], dtype: torch.dtype) -> TokenStr
 
 
 def _share(batch: int, length: int, rank: int, world: int) -> slice:
-    """The rows of a batch that are this rank's."""
+    """Return the rows of a batch that are this rank's."""
     for name, value in (("batch", batch), ("length", length), ("world", world)):
         _at_least_one(name, value)
     if not 0 <= rank < world:

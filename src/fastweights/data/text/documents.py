@@ -14,7 +14,7 @@ from fastweights.data.text.vocabulary import EOS, ByteVocabulary, Vocabulary, Wo
 
 
 def articles(tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Article titles of WikiText: a line `= Title =` with an empty line before and after it.
+    """Mark article titles of WikiText: a line `= Title =` with an empty line before and after it.
 
     Headings of sections have two or more signs a side. Where a corpus gives them one, its sections are its documents.
     """
@@ -38,7 +38,7 @@ def articles(tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
 
 
 def paragraphs(tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Whatever follows one or more empty lines."""
+    """Mark whatever follows one or more empty lines."""
     if isinstance(vocabulary, WordVocabulary):
         line_end = vocabulary[EOS]
     elif isinstance(vocabulary, ByteVocabulary):
@@ -59,7 +59,7 @@ DOCUMENTS: dict[str, Callable[[Tensor, Vocabulary], Tensor] | None] = {
 
 
 def mark_documents(stream: TokenStream, vocabulary: Vocabulary, kind: str) -> TokenStream:
-    """The stream with `starts`, which its segments and windows then carry along."""
+    """Return the stream with `starts`, which its segments and windows then have too."""
     find = look_up(DOCUMENTS, kind, "kind of documents")
     if find is None:
         return stream

@@ -38,7 +38,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def texts(report: Report) -> dict[str, list[str]]:
-    """The documents of each split; whole documents are held out, and a paragraph that came before is left out."""
+    """Return the documents of each split; whole documents are held out, and repeated paragraphs left out."""
     documents: dict[str, str] = {}
     seen = set()
     for name, paragraphs, fraction in _documents():
@@ -58,7 +58,7 @@ def texts(report: Report) -> dict[str, list[str]]:
 
 
 def _hold_out(sizes: dict[str, int]) -> dict[str, str]:
-    """A sixteenth of the text each for valid and test, in documents drawn by the hash of their names."""
+    """Choose a sixteenth of the text each for valid and test, in documents drawn by the hash of their names."""
     total, held = sum(sizes.values()), dict.fromkeys(SPLITS[1:], 0)
     chosen = {}
     for name in sorted(sizes, key=lambda name: zlib.crc32(name.encode())):
@@ -97,7 +97,7 @@ def _files(library: Path, module: str) -> list[Path]:
 
 
 def _docstrings(path: Path) -> list[str]:
-    """The paragraphs of the docstrings of a module, its classes and its functions, as they stand in the file."""
+    """Return the paragraphs of the docstrings of a module, its classes and its functions, in their order."""
     with warnings.catch_warnings():
         # What the compiler thinks of the standard library is not our user's concern.
         warnings.simplefilter("ignore")

@@ -26,19 +26,19 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The numbers of a text's pieces. Nothing is added at its end, so that a model can go on with it."""
+        """Return the numbers of a text's pieces. Nothing is added at its end, so that a model can continue it."""
 
     @abstractmethod
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """Text as its numbers come: for each number what it adds, together what `decode` gives."""
+        """Yield text as its numbers come: for each number what it adds, together what `decode` gives."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of these numbers."""
+        """Return the text of these numbers."""
         return "".join(self.stream(ids))
 
     @abstractmethod
     def dump(self) -> bytes:
-        """The content of the file that `load` reads."""
+        """Return the content of the file that `load` reads."""
 
     @classmethod
     @abstractmethod
@@ -77,25 +77,25 @@ class WordVocabulary(Vocabulary):
         return word in self._index
 
     def __getitem__(self, word: str) -> int:
-        """Number of a word, that of `<unk>` if it is not known."""
+        """Return the number of a word, that of `<unk>` if it is not known."""
         number = self._index.get(word, self.unknown)
         if number is None:
             raise DataError(f"{word!r} is not in the vocabulary of {len(self):,} words, which has no {UNKNOWN!r}")
         return number
 
     def numbers(self, words: Iterable[str]) -> list[int]:
-        """Numbers of many words."""
+        """Return the numbers of many words."""
         if self.unknown is None:
             return [self[word] for word in words]
         get, unknown = self._index.get, self.unknown
         return [get(word, unknown) for word in words]
 
     def encode(self, text: str) -> list[int]:
-        """Numbers of the words of a text; the end of a line becomes `<eos>`."""
+        """Return the numbers of the words of a text; the end of a line becomes `<eos>`."""
         return self.numbers(split_words(text))
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """Words with a space between them; `<eos>` ends the line."""
+        """Yield words with a space between them; `<eos>` ends the line."""
         space = ""
         for number in ids:
             word = self.words[number]
@@ -118,11 +118,11 @@ class ByteVocabulary(Vocabulary):
         return 256
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return list(text.encode())
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """Characters as soon as they are whole; bytes that are none become U+FFFD."""
+        """Yield characters as soon as they are whole; bytes that are none become U+FFFD."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for number in ids:
             yield decoder.decode(bytes([number]))
@@ -137,7 +137,7 @@ class ByteVocabulary(Vocabulary):
 
 
 def split_words(text: str) -> list[str]:
-    """The words between white space, with `<eos>` at the end of each line."""
+    """Split a text at white space, with `<eos>` at the end of each line."""
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     return text.replace("\n", f" {EOS} ").split()

@@ -34,13 +34,16 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def _free(default: Any) -> Any:
-    """A field that may differ when a run goes on."""
+    """Make a field that may differ when a run is resumed."""
     return field(default=default, metadata={"free": True})
 
 
 def _only(default: Any, owner: str, value: str) -> Any:
-    """A field that does something only where `owner` has that value. Elsewhere it is not described, so that what was
-    named by its description before there was such a field keeps its name."""
+    """Make a field that does something only where `owner` has that value.
+
+    Elsewhere it is not described, so that what was named by its description before there was such a field keeps its
+    name.
+    """
     return field(default=default, metadata={"only": (owner, value)})
 
 
@@ -75,8 +78,8 @@ class TrainingConfig:
         tensorboard: write TensorBoard files where it is installed.
         wandb: project to log to; None for none.
 
-    The fields from `eval_every` on may be changed when a run goes on. More steps, another rate or another batch would
-    be another run.
+    The fields from `eval_every` on may be changed when a run is resumed. More steps, another rate or another batch
+    would be another run.
     """
 
     steps: int
@@ -141,19 +144,19 @@ class TrainingConfig:
             )
 
     def describe(self) -> dict[str, Any]:
-        """All fields that do something, for JSON."""
+        """Return all fields that do something, for JSON."""
         idle = self.idle(vars(self))
         return json.loads(json.dumps({name: value for name, value in asdict(self).items() if name not in idle}))
 
     @classmethod
     def idle(cls, values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-        """Names of the fields that do nothing beside these values, and which field would need which value."""
+        """Return the names of fields that do nothing beside these values, and which field would need which value."""
         owned = {f.name: f.metadata["only"] for f in fields(cls) if "only" in f.metadata}
         return {name: only for name, only in owned.items() if values.get(only[0], getattr(cls, only[0])) != only[1]}
 
     @classmethod
     def free(cls) -> set[str]:
-        """Names of the fields that may differ when a run goes on."""
+        """Return the names of the fields that may differ when a run is resumed."""
         return {f.name for f in fields(cls) if f.metadata.get("free")}
 
 

@@ -72,7 +72,7 @@ def _revive(message: str, step: int, report: list[Health], checkpoint: Path | No
 
 
 def examine(model: nn.Module, run: Callable[[], Tensor]) -> tuple[float, list[Health]]:
-    """`run`'s loss, and the health of all outputs of leaf modules in it, of the parameters and of the gradients."""
+    """Return the loss of `run`, and the health of all outputs of leaf modules in it, parameters and gradients."""
     report: list[Health] = []
 
     def watch(name: str) -> Callable[..., None]:

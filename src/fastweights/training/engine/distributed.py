@@ -51,7 +51,7 @@ class Objective(nn.Module):
 
 
 def launch(task: Task, config: TrainingConfig) -> Fabric:
-    """Fabric for the configuration, with all its processes started."""
+    """Start all processes of the configuration and return their Fabric."""
     try:
         from lightning.fabric import Fabric
         from lightning.fabric.strategies.ddp import DDPStrategy
@@ -97,7 +97,7 @@ def launch(task: Task, config: TrainingConfig) -> Fabric:
 
 
 def _processes(config: TrainingConfig) -> tuple[int, int]:
-    """Processes on a node, and nodes: what torchrun says where it has started this process."""
+    """Return the processes on a node, and nodes: what torchrun says where it has started this process."""
     if "LOCAL_WORLD_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
         here = int(os.environ["LOCAL_WORLD_SIZE"])
         if config.devices not in ("auto", here):
@@ -120,7 +120,7 @@ def _shard(objective: nn.Module, mesh: DeviceMesh, task: Task) -> nn.Module:
 
 
 def together(fabric: Fabric, function: Callable[[], Value]) -> Value:
-    """What `function` returns, or raises, in the first process, in all of them."""
+    """Return, or raise, in all processes what `function` returns or raises in the first."""
     outcome: tuple[Value | None, Exception | None] = (None, None)
     if fabric.is_global_zero:
         try:
@@ -136,7 +136,7 @@ def together(fabric: Fabric, function: Callable[[], Value]) -> Value:
 
 
 def gather(fabric: Fabric, value: Value) -> list[Value]:
-    """The value of each process, in the first process; an empty list in the others."""
+    """Return the value of each process, in the first process; an empty list in the others."""
     if fabric.world_size == 1:
         return [value]
     found: list[Any] | None = [None] * fabric.world_size if fabric.is_global_zero else None
@@ -145,7 +145,7 @@ def gather(fabric: Fabric, value: Value) -> list[Value]:
 
 
 def largest(fabric: Fabric, values: list[int]) -> list[int]:
-    """The greatest of each number over all processes, in all of them."""
+    """Return the greatest of each number over all processes, in all of them."""
     if fabric.world_size == 1:
         return values
     tensor = torch.tensor(values, device=fabric.device)

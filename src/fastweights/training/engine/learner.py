@@ -67,7 +67,7 @@ class Learner:
         self.model.train()
 
     def _compiled(self) -> Any:
-        """The loss, compiled where that is wanted: the task's regions one for all, or all of it."""
+        """Return the loss, compiled where that is wanted: the task's regions one for all, or all of it."""
         mode = self.config.compile
         if mode is None:
             return self.task.loss
@@ -81,7 +81,7 @@ class Learner:
         return self.task.loss
 
     def call(self, function: Any, *arguments: Any, compiled: bool = False) -> Any:
-        """`function(model, *arguments)` inside the wrappers' forward pass, at the precision of training.
+        """Call `function(model, *arguments)` inside the wrappers' forward pass, at the precision of training.
 
         What is compiled runs so only on request: validation comes in other shapes, each of which would be compiled.
         """
@@ -92,7 +92,7 @@ class Learner:
         return call.result
 
     def advance(self) -> None:
-        """One update, without waiting for the device."""
+        """Make one update, without waiting for the device."""
         set_learning_rate(self._optimizer, learning_rate(self.config, self.step))
         batches = [self._batch(self.step, part) for part in range(self.config.accumulate)]
         if self._captured is not None:
@@ -102,7 +102,7 @@ class Learner:
         self.step += 1
 
     def _change(self, batches: list[Any], carry: Any, compiled: bool = True) -> Any:
-        """Everything of an update that happens on the device; what is carried on comes back."""
+        """Do everything of an update that happens on the device; return what is carried on."""
         self._wrapped_optimizer.zero_grad(set_to_none=True)
         totals: dict[str, Tensor] = {}
         for part, batch in enumerate(batches):
@@ -152,7 +152,7 @@ class Learner:
         return to_device(self.task.batch(step * self.config.accumulate + part, self.rank, self.world), self.device)
 
     def _forward(self, batch: Any, carry: Any, compiled: bool) -> tuple[LossOutcome, Tensor, Any]:
-        """LossOutcome, its number of tokens, and what it carries on, cut off from it."""
+        """Return the outcome, its number of tokens, and what it carries on, cut off from it."""
         if self._graphed:
             torch.compiler.cudagraph_mark_step_begin()
         outcome = LossOutcome(*self.call(self._loss, batch, carry, compiled=compiled))
@@ -170,7 +170,7 @@ class Learner:
         return self.fabric.no_backward_sync(self._module, enabled=not last)
 
     def read(self) -> dict[str, float]:
-        """Means over the updates since the last call, by token; "tokens" and "steps" are sums. Waits for the device."""
+        """Return means by token since the last call; "tokens" and "steps" are sums. Waits for the device."""
         values = dict(zip(self._meter, torch.stack(list(self._meter.values())).tolist(), strict=True))
         for value in self._meter.values():
             value.zero_()
@@ -180,16 +180,16 @@ class Learner:
         return {**means, "grad_norm": norm, "tokens": tokens, "steps": steps}
 
     def unread_tokens(self) -> float:
-        """Tokens since the last `read`. Waits for the device."""
+        """Return the tokens since the last `read`. Waits for the device."""
         return float(self._meter["tokens"]) if self._meter else 0.0
 
     def broken_at(self) -> int | None:
-        """The update, counted from 1, whose loss or gradient was the first not to be finite. Waits for the device."""
+        """Return the first update, counted from 1, whose loss or gradient was not finite. Waits for the device."""
         count = int(self._broken.item())
         return self.step - count + 1 if count else None
 
     def repeat(self, step: int) -> Tensor:
-        """Loss and gradients of update `step`, counted from 1, once more, with weights as they are."""
+        """Compute loss and gradients of update `step`, counted from 1, once more, with weights as they are."""
         self._wrapped_optimizer.zero_grad(set_to_none=True)
         self.carry = self._carry_before
         total = self._one * 0
@@ -201,7 +201,7 @@ class Learner:
         return total
 
     def validate(self) -> dict[str, float]:
-        """The task's validation, which leaves no trace in training."""
+        """Run the task's validation, which leaves no trace in training."""
         states = snapshot.generators(self.device)
         self.model.eval()
         try:
@@ -212,7 +212,7 @@ class Learner:
             snapshot.restore_generators(states, self.device)
 
     def contents(self) -> Contents:
-        """Everything, on the CPU, for a checkpoint of the first process; all processes have to call it."""
+        """Return everything, on the CPU, for a checkpoint of the first process; all processes have to call it."""
         own = {"generators": snapshot.generators(self.device), "carry": pack(self.carry)}
         training = {
             "step": self.step,
@@ -223,7 +223,7 @@ class Learner:
         return Contents(self.weights(), training)
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's weights on the CPU; all processes have to call it."""
+        """Return the model's weights on the CPU; all processes have to call it."""
         return snapshot.weights_of(self.model)
 
     def restore(self, contents: Contents) -> None:
@@ -243,7 +243,7 @@ class Learner:
         elif any(process["carry"] is not None for process in processes):
             raise ValueError(
                 f"the run carries state from batch to batch in {len(processes)} processes, each its own; "
-                f"it cannot go on in {self.world}; start {len(processes)}, or train anew"
+                f"it cannot be resumed in {self.world}; start {len(processes)}, or train anew"
             )
         else:
             snapshot.seed_everything(self.config.seed + 1 + self.rank + 1_000_003 * self.step)

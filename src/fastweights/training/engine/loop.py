@@ -1,8 +1,8 @@
-"""Training: update, log, validate, save, and go on after anything.
+"""Training: update, log, validate, save, and resume after anything.
 
     result = train(task, TrainingConfig(steps=20_000), "runs/delta")
 
-`task` says what is learned (see `task.Task`), the configuration how. The same call goes on with a run that was stopped,
+`task` says what is learned (see `task.Task`), the configuration how. The same call resumes a run that was stopped,
 and after a kill on a CPU its losses are the same bits as those of a run that was never stopped. Under torchrun, or with
 `devices=2`, it trains in several processes; `out` must then be visible to all of them.
 """
@@ -64,14 +64,14 @@ def train(
     console: Console | None = None,
     watch: Sink | None = None,
 ) -> Result:
-    """Train `task`, or go on with the run of the same configuration in `out`.
+    """Train `task`, or resume the run of the same configuration in `out`.
 
-    A checkpoint that cannot be written, as on a full disk, is reported; the one before it stays and training goes on,
+    A checkpoint that cannot be written, as on a full disk, is reported; the one before it stays and training continues,
     to try again when the next is due. At the end of a run, or of its minutes, there is no next: CheckpointError.
 
     Args:
-        fresh: start anew; a run in `out` is moved to `out/previous-1`.
-        minutes: stop after so many, with everything saved, to be gone on with later.
+        fresh: start from the beginning; a run in `out` is moved to `out/previous-1`.
+        minutes: stop after this time, with everything saved, to be resumed later.
         about: where the run is made (commit, machine), for `config.json`.
         console: to print on.
         watch: gets every record of the log too.
@@ -142,7 +142,7 @@ class _Trainer:
         event = {"event": "resumed" if learner.step else "started", "processes": self.fabric.world_size}
         self.log.write("event", learner.step, **event, device=str(self.fabric.device), time=time.time())
         if 0 < learner.step < config.steps:
-            self.log.say(f"going on from step {learner.step} of {config.steps} ({self.saved})")
+            self.log.say(f"resuming from step {learner.step} of {config.steps} ({self.saved})")
         deadline = None if minutes is None else self.start + 60 * minutes
         while learner.step < config.steps:
             learner.advance()
@@ -162,10 +162,10 @@ class _Trainer:
             if stop:
                 assert self.saved is not None
                 self.log.write("event", step, event="interrupted", signal=stop)
-                self.log.say(f"stopped at step {step}, saved in {self.saved}; the same command goes on from there")
+                self.log.say(f"stopped at step {step}, saved in {self.saved}; the same command resumes from there")
                 raise Interrupted(stop, step, self.saved)
             if over and not last:
-                self.log.say(f"{minutes:g} minutes are over at step {step}; the same command goes on from there")
+                self.log.say(f"{minutes:g} minutes are over at step {step}; the same command resumes from there")
                 break
         assert self.saved is not None
         best = together(self.fabric, self.store.best_scores)
@@ -177,7 +177,7 @@ class _Trainer:
         return last or (every is not None and self.learner.step % every == 0)
 
     def decide(self, signals: Signals, deadline: float | None) -> tuple[int, int, int]:
-        """Signal received, checkpoint due, time over: the same in all processes, or they would wait for each other."""
+        """Say whether a signal came, a checkpoint is due and time is over: the same in all processes."""
         config, step, now = self.config, self.learner.step, time.monotonic()
         due = config.checkpoint_every is not None and step % config.checkpoint_every == 0
         if self.fabric.world_size > 1 and step % config.log_every and not due:
@@ -189,7 +189,7 @@ class _Trainer:
         return stop, save, over
 
     def check(self) -> None:
-        """Diverged when a loss or gradient was not finite."""
+        """Raise Diverged when a loss or gradient was not finite."""
         step = self.learner.broken_at()
         if step is None:
             return
@@ -240,7 +240,7 @@ class _Trainer:
         self.aside += time.monotonic() - begin
 
     def save(self, final: bool) -> None:
-        """A checkpoint, unless this step has one."""
+        """Save a checkpoint, unless this step has one."""
         if self.saved_step == self.learner.step:
             return
         self.check()
@@ -272,8 +272,8 @@ class _Trainer:
         if failure:
             before = f"the last good one is {self.saved}" if self.saved else "there is none before it"
             if final:
-                raise CheckpointError(f"{failure}; {before}; make room and train again to go on from it")
+                raise CheckpointError(f"{failure}; {before}; make room and train again to resume from it")
             if self.fabric.is_global_zero:
-                self.log.warn(f"{failure}; {before}; training goes on")
+                self.log.warn(f"{failure}; {before}; training continues")
             self.log.write("event", step, event="checkpoint failed", reason=failure)
         return target

@@ -20,7 +20,7 @@ COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """About U V^T for each of the matrices U S V^T (N, A, B), by Newton-Schulz iteration; in bfloat16 on a GPU.
+    """Compute about U V^T for each of the matrices U S V^T (N, A, B), by Newton-Schulz iteration; in bfloat16 on a GPU.
 
     X = X / ||X||, then five times X = a X + (b X X^T + c (X X^T)^2) X.
     """
@@ -36,7 +36,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def hidden_weights(parts: Iterable[nn.Module]) -> list[Tensor]:
-    """The matrices of those modules that map vectors to vectors."""
+    """Return the matrices of those modules that map vectors to vectors."""
     linear = [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
     return [module.weight for module in linear if module.weight.requires_grad]
 
@@ -51,7 +51,7 @@ class Muon(Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all groups."""
+        """Make one update of all groups."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         groups = self.param_groups

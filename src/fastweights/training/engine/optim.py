@@ -15,7 +15,7 @@ from fastweights.training.engine.muon import Muon, hidden_weights
 
 
 def learning_rate(config: TrainingConfig, t: int) -> float:
-    """The rate of update t, counted from 0: lr * t / warmup below the warm-up, then the schedule.
+    """Return the rate of update t, counted from 0: lr * t / warmup below the warm-up, then the schedule.
 
     "cosine" is the authors' closed form lr / 2 * (1 + cos(pi t / steps)), which counts from 0 and not from the end of
     the warm-up; "inverse_sqrt" is lr * sqrt(warmup / t); "linear" falls to 0 from the end of the warm-up; "trapezoid"
@@ -31,7 +31,7 @@ def learning_rate(config: TrainingConfig, t: int) -> float:
 
 
 def make_optimizer(model: nn.Module, config: TrainingConfig, regions: Iterable[nn.Module] = ()) -> Optimizer:
-    """Adam, or AdamW with weight decay; one fused kernel for all parameters where they are whole tensors.
+    """Make Adam, or AdamW with weight decay; one fused kernel for all parameters where they are whole tensors.
 
     Under `config.optimizer` "muon" the matrices inside `regions` are Muon's.
     """
@@ -84,13 +84,13 @@ def set_learning_rate(optimizer: Optimizer, value: float) -> None:
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The gradients, or this process' part of them, as plain tensors that share their memory."""
+    """Return the gradients, or this process' part of them, as plain tensors that share their memory."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
 def global_norm(gradients: list[Tensor], sharded: bool, device: torch.device) -> Tensor:
-    """L2 norm over all gradients, in all processes when each holds a part, without waiting for the device."""
+    """Compute the L2 norm of all gradients, over processes where each has a part, without waiting for the device."""
     if not gradients:
         return torch.zeros((), device=device)
     norm = torch.nn.utils.get_total_norm(gradients)

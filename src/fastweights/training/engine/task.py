@@ -21,7 +21,7 @@ class Score(NamedTuple):
     higher_is_better: bool = False
 
     def beats(self, value: float, best: float | None) -> bool:
-        """Whether `value` is a new best; a tie and NaN are not."""
+        """Say whether `value` is a new best; a tie and NaN are not."""
         if best is None:
             return value == value
         return value > best if self.higher_is_better else value < best
@@ -56,20 +56,20 @@ class Task(ABC):
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """The model with fresh weights, drawn from torch's global generator."""
+        """Return the model with fresh weights, drawn from torch's global generator."""
 
     @abstractmethod
     def batch(self, index: int, rank: int, world: int) -> Any:
-        """Part `rank` of `world` of batch `index`, counted from 0 over the whole run.
+        """Return part `rank` of `world` of batch `index`, counted from 0 over the whole run.
 
-        It must depend on nothing else (no global generator, no iterator), so that a run can go on from any step. With
+        It must depend on nothing else (no global generator, no iterator), so that a run can resume at any step. With
         gradient accumulation an update reads several batches. Tensors may be on any device; those elsewhere than the
         model are copied there.
         """
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any, carry: Carry) -> LossOutcome:
-        """Loss of one batch, given what the batch before it carried over (None at the beginning).
+        """Compute the loss of a batch, given what the batch before it carried over (None at the beginning).
 
         The loop cuts the carry off from the graph and saves it in checkpoints; it may be made of tensors, dataclasses,
         named tuples, lists, tuples, dicts and plain values. Where a batch starts an epoch, this method drops it. This
@@ -78,24 +78,24 @@ class Task(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """All that decides the outcome beside `TrainingConfig`, for JSON: a run goes on only where this is the same."""
+        """Describe for JSON all that decides the outcome beside `TrainingConfig`; other descriptions are other runs."""
 
     def validate(self, model: nn.Module) -> dict[str, float]:
-        """Scores of the model as it is, among them `score.name`; nothing for a task without validation.
+        """Return scores of the model as it is, among them `score.name`; nothing for a task without validation.
 
         Called in evaluation mode without gradients, in every process with the same result.
         """
         return {}
 
     def place(self, device: torch.device) -> None:  # noqa: B027
-        """Told once where the model is, so that data can be put there ahead of time."""
+        """Take note of the model's device, once, so that data can be put there ahead of time."""
 
     def shards(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The parts that FSDP gathers one at a time: by default what the model's `ModuleList`s hold."""
+        """Return the parts that FSDP gathers one at a time: by default what the model's `ModuleList`s hold."""
         return [part for module in model.modules() if isinstance(module, nn.ModuleList) for part in module]
 
     def regions(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Parts that are alike, such as the blocks of a stack: what is compiled for one serves them all.
+        """Return parts that are alike, such as the blocks of a stack: what is compiled for one serves them all.
 
         Without any, `loss` is compiled as a whole, which for a deep model takes minutes. Their matrices are those that
         `TrainingConfig.optimizer` "muon" is for.
@@ -103,5 +103,5 @@ class Task(ABC):
         return []
 
     def optimizer(self, model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer | None:
-        """An optimiser, or None for the configuration's; a group's rate is the schedule's times its "scale", if any."""
+        """Return an optimiser, or None for the configuration's; a group's rate is the schedule's times its "scale"."""
         return None

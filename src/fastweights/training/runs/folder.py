@@ -91,7 +91,7 @@ class RunFolder:
             raise RunError(
                 f"{self.out} holds a run of another configuration:\n  "
                 + "\n  ".join(differing)
-                + "\nask for the same to go on with it, choose another folder, or start anew (which moves it away)"
+                + "\nask for the same to resume it, choose another folder, or start anew (which moves it away)"
             )
 
     def _move_away(self) -> None:

@@ -78,7 +78,7 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """Return a value for JSON, which has no NaN and no infinity."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -100,7 +100,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, the same one again when training goes on."""
+    """A run of Weights & Biases, continued when training resumes."""
 
     def __init__(self, project: str, out: Path, configuration: dict[str, Any]) -> None:
         try:
@@ -207,7 +207,7 @@ class RunLog:
             sink.close()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """A record to every sink. One that fails, as on a full disk, is reported once and does not stop training."""
+        """Write a record to every sink. One that fails, as on a full disk, is named once and does not stop training."""
         record = {"kind": kind, "step": step, **values}
         for sink in self._sinks:
             try:
@@ -216,7 +216,7 @@ class RunLog:
                 name = type(sink).__name__
                 if name not in self._failed:
                     self._failed.add(name)
-                    self.warn(f"{name} cannot be written ({error.strerror}); training goes on, the log has gaps")
+                    self.warn(f"{name} cannot be written ({error.strerror}); training continues, the log has gaps")
 
     def advance(self, step: int) -> None:
         if self.terminal is not None:
@@ -227,7 +227,7 @@ class RunLog:
             self.terminal.say(text)
 
     def warn(self, text: str) -> None:
-        """A warning to the console, also before `open`."""
+        """Print a warning on the console, also before `open`."""
         self.console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True, style="bold red")
 
 
@@ -238,7 +238,7 @@ def _tensorboard_is_installed() -> bool:
 
 
 def memory_in_use(device: Any) -> int:
-    """The most bytes held so far: allocated on the GPU, or resident in this process."""
+    """Return the most bytes held so far: allocated on the GPU, or resident in this process."""
     import torch
 
     if device.type == "cuda":

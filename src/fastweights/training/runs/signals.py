@@ -16,7 +16,7 @@ class Interrupted(SystemExit):
 
     Attributes:
         step: updates made.
-        checkpoint: where the run goes on from.
+        checkpoint: where the run resumes.
     """
 
     def __init__(self, number: int, step: int, checkpoint: Path) -> None:

@@ -23,7 +23,7 @@ def seed_everything(seed: int) -> None:
 
 
 def generators(device: torch.device) -> dict[str, Any]:
-    """States of the global generators of this process."""
+    """Return the states of the global generators of this process."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     states = {
         "python": random.getstate(),
@@ -46,7 +46,7 @@ def restore_generators(states: dict[str, Any], device: torch.device) -> None:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict as whole tensors on the CPU; all processes have to call it. Tied weights share memory here too."""
+    """Return the state dict as whole tensors on the CPU, tied weights in shared memory; all processes call it."""
     moved: dict[int, Tensor] = {}
 
     def whole(tensor: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def load_weights_into(model: nn.Module, weights: Named) -> None:
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """What the optimiser remembers of each parameter, by its name, whole and on the CPU; all processes call it."""
+    """Return what the optimiser remembers of each parameter by name, whole and on the CPU; all processes call it."""
     return {
         name: {key: _whole(value) if isinstance(value, Tensor) else value for key, value in optimizer.state[p].items()}
         for name, p in model.named_parameters()
@@ -104,7 +104,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _like(tensor: Tensor, model: Tensor) -> Tensor:
-    """Spread over the processes as `model` is."""
+    """Distribute a tensor over the processes as `model` is."""
     if isinstance(model, DTensor):
         return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements)
     return tensor

@@ -14,7 +14,7 @@ class Bleu(NamedTuple):
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Bleu:
-    """BLEU of translations, one reference each, of whole lines as they were before any tokenisation."""
+    """Compute BLEU of translations, one reference each, of whole lines as they were before any tokenisation."""
     if len(hypotheses) != len(references):
         raise ValueError(f"{len(hypotheses)} translations cannot be scored against {len(references)} references")
     if not hypotheses:
@@ -25,7 +25,7 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Bleu:
 
 
 def require_sacrebleu():  # type: ignore[no-untyped-def]
-    """The module with the metric; an ImportError that says how to get it."""
+    """Return the module with the metric, or raise an ImportError that says how to get it."""
     try:
         from sacrebleu import metrics
     except ImportError as error:

@@ -4,7 +4,7 @@ segment   rows of text read L words at a time, as validation during training doe
           segment have little before them.
 sliding   a window of L words moved on by `stride` words, of which only the new ones are scored. With stride 1 every
           word but the first ones is predicted from the L words before it: the numbers of Tables 2, 3 and 5.
-carried   segments of L words in which the state of one goes on in the next: the numbers of Table 4.
+carried   segments of L words in which the state of one is carried into the next: the numbers of Table 4.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Report = Callable[[int, int], None]
 
 
 class Perplexity(NamedTuple):
-    """What a text cost: the sum of -log p in nats over so many scored tokens."""
+    """What a text cost: the sum of -log p in nats, and the number of scored tokens."""
 
     nll: float
     tokens: int
@@ -64,7 +64,7 @@ class Protocol:
         batch: rows, or windows at once. Windows do not depend on each other; a text laid out in several rows loses the
             context at their beginnings and the words left over at its end.
         stride: words from one window to the next, None without windows.
-        carry: whether the state goes on from one segment to the next.
+        carry: whether the state is carried from one segment to the next.
         mem_len, clamp_len: of Transformer-XL, None for other models.
     """
 
@@ -77,7 +77,7 @@ class Protocol:
     clamp_len: int | None = None
 
     def describe(self) -> dict[str, Any]:
-        """All fields, for JSON."""
+        """Return all fields, for JSON."""
         return asdict(self)
 
     @property
@@ -102,7 +102,7 @@ def protocol(
     clamp_len: int | None = None,
     device: str = "cpu",
 ) -> Protocol:
-    """The protocol of that name for a model trained on segments of that length, with its state carried or not.
+    """Make the protocol of that name for a model trained on segments of that length, with its state carried or not.
 
     Transformer-XL is evaluated with `mem_len` as asked for; its segments are then as long as its memory, or one word
     for the 15 of Table 4. Under "carried" distances above `clamp_len`, by default the length of a segment in training,
@@ -139,7 +139,7 @@ def protocol(
 
 
 def check_carried(model: LanguageModelConfig) -> None:
-    """A ValueError for a model whose state cannot go on from segment to segment for ever."""
+    """Refuse a model whose state cannot be carried from segment to segment for ever."""
     if model.mixer == "softmax":
         raise ValueError(
             "a Transformer's state is every word so far, so it cannot be carried through a text; Transformer-XL (xl) "
@@ -156,7 +156,7 @@ def check_carried(model: LanguageModelConfig) -> None:
 def measure(
     model: LanguageModel, stream: TokenStream, how: Protocol, report: Report = lambda done, total: None
 ) -> Perplexity:
-    """-log p summed over the text. `report` is told the tokens scored and those there are, after every batch."""
+    """Sum -log p over the text. `report` is told the tokens scored so far and all of them, after every batch."""
     training, memory = model.training, _memory(model)
     model.eval()
     try:

@@ -36,7 +36,7 @@ def check_reading(context: str, order: str) -> None:
     look_up(dict.fromkeys(ORDERS), order, "order")
     if (context, order) == ("carried", "shuffled"):
         raise ValueError(
-            "context 'carried' goes on from the segment before, and order 'shuffled' leaves none; take order 'stream', "
+            "context 'carried' continues the segment before, and order 'shuffled' leaves none; take order 'stream', "
             "or models of limited context alone"
         )
 
@@ -46,7 +46,7 @@ class LanguageTask(Task):
 
     With order "shuffled" the segments of a step come from everywhere in the text instead, as `seed` has it.
 
-    With context "carried" each segment goes on from the state of the one before, without gradient, and an epoch begins
+    With context "carried" each segment continues the state of the one before, without gradient, and an epoch begins
     with none; with "limited" every segment stands alone. With `documents` other than "none" a model with fast weights
     also forgets where one of them begins, see `data.documents`. Validation reads the validation text in order in
     `eval_batch` rows, and gives "loss" (nats a word) and "ppl".
@@ -106,7 +106,7 @@ class LanguageTask(Task):
             )
 
     def build(self) -> LanguageModel:
-        """The model with fresh weights."""
+        """Return the model with fresh weights."""
         return LanguageModel(self.model)
 
     def place(self, device: torch.device) -> None:
@@ -122,7 +122,7 @@ class LanguageTask(Task):
         return stream.segments(self.batch_size, self.segment, rank=rank, world=world)
 
     def batch(self, index: int, rank: int, world: int) -> Segment:
-        """The segment of that number in the rows of this process."""
+        """Return the segment of that number in the rows of this process."""
         if (rank, world) not in self._segments:
             self._segments[rank, world] = self._cut(rank, world)
         segment = self._segments[rank, world].batch_at(index)
@@ -130,25 +130,25 @@ class LanguageTask(Task):
         return segment._replace(starts_epoch=segment.starts_epoch and self.carried)
 
     def loss(self, model: nn.Module, batch: Segment, carry: LanguageModelState | None) -> LossOutcome:
-        """Mean of -log p over the words of a segment."""
+        """Return the mean of -log p over the words of a segment."""
         assert isinstance(model, LanguageModel)
         nll, state = model.loss(batch.inputs, batch.targets, None if batch.starts_epoch else carry, batch.starts)
         return LossOutcome(nll.mean(), {"tokens": nll.numel()}, state if self.carried else None)
 
     def regions(self, model: nn.Module) -> list[nn.Module]:
-        """The blocks: the rest is the softmax, in kernels of its own, and a few additions."""
+        """Return the blocks: the rest is the softmax, in kernels of its own, and a few additions."""
         assert isinstance(model, LanguageModel)
         return list(model.blocks)
 
     def validate(self, model: nn.Module) -> dict[str, float]:
-        """Loss and perplexity by segments, close to and a little above those of the paper's protocols."""
+        """Measure loss and perplexity by segments, close to and a little above those of the paper's protocols."""
         assert isinstance(model, LanguageModel)
         how = Protocol(name="segment", segment=self.segment, batch=self.eval_batch, carry=self.carried)
         found = measure(model, self._streams["valid"], how)
         return {"loss": found.loss, "ppl": found.ppl}
 
     def describe(self) -> dict[str, Any]:
-        """The model, the cutting of the text, and which text it is, wherever it lies."""
+        """Describe the model, the cutting of the text, and which text it is, wherever it lies."""
         vocabulary = self.corpus.manifest["vocabulary"]
         return {
             "name": "language",

@@ -99,34 +99,34 @@ class TranslationTask(Task):
         return self._train.left_out
 
     def build(self) -> TranslationModel:
-        """The model with fresh weights."""
+        """Return the model with fresh weights."""
         return TranslationModel(self.model)
 
     def place(self, device: torch.device) -> None:
-        """Batches are made on the host, in memory that a GPU can copy from while it computes."""
+        """Note where batches go: they are made on the host, in memory that a GPU can copy from while it computes."""
         self._device = device
 
     def batch(self, index: int, rank: int, world: int) -> PairBatch:
-        """This process' pairs of the batch of that number."""
+        """Return this process' pairs of the batch of that number."""
         pairs = self._train.batch_at(index, rank, world)
         return map_tensors(torch.Tensor.pin_memory, pairs) if self._device.type == "cuda" else pairs
 
     def loss(self, model: nn.Module, batch: PairBatch, carry: None) -> LossOutcome:
-        """Mean over the target tokens of the loss with label smoothing; "nll" is that without."""
+        """Return the mean over the target tokens of the loss with label smoothing; "nll" is that without."""
         smoothed, nll, tokens = self._losses(model, batch, self.label_smoothing)
         return LossOutcome(smoothed / tokens.clamp(min=1), {"tokens": tokens, "nll": nll / tokens.clamp(min=1)})
 
     def _losses(
         self, model: nn.Module, batch: PairBatch, smoothing: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sums over the target tokens, and their number."""
+        """Return sums over the target tokens, and their number."""
         assert isinstance(model, TranslationModel)
         both = model.loss(batch.source, batch.source_mask, batch.target_in, batch.target_out, smoothing)
         smoothed, nll = ((losses * batch.target_mask).sum() for losses in both)
         return smoothed, nll.detach(), batch.target_mask.sum()
 
     def validate(self, model: nn.Module) -> dict[str, float]:
-        """Loss of the whole validation set, and BLEU of its beginning."""
+        """Return the loss of the whole validation set, and BLEU of its beginning."""
         assert isinstance(model, TranslationModel)
         pairs, device = self.corpus.split("valid"), model.embedding.weight.device
         longest = int(max(pairs.lengths("source").max(), pairs.lengths("target").max())) + 1
@@ -147,7 +147,7 @@ class TranslationTask(Task):
         return bleu(found, pairs.targets[:count])
 
     def describe(self) -> dict[str, Any]:
-        """The model, the batches, and which pairs they are, wherever they lie."""
+        """Describe the model, the batches, and which pairs they are, wherever they lie."""
         return {
             "name": "translation",
             "model": self.model.to_dict(),
