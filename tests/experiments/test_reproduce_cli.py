@@ -123,7 +123,7 @@ def test_interrupted(run, training, tmp_path):
     training.stop_after = 3
     result = run("reproduce", "fig2", "fig5", "--scale", "smoke")
     assert result.exit_code == 130
-    assert "3 of 32 cells are done" in result.stderr and "goes on from there" in result.stderr
+    assert "3 of 32 cells are done" in result.stderr and "resumes from there" in result.stderr
     training.stop_after = None
     assert run("report").exit_code == 0
     assert run("reproduce", "fig2", "fig5", "--scale", "smoke").exit_code == 0
@@ -131,7 +131,7 @@ def test_interrupted(run, training, tmp_path):
     training.stop_after = 35
     result = run("reproduce", "fig2", "fig5", "--scale", "smoke", "--force")
     assert result.exit_code == 130 and "3 of 32 cells are done" in result.stderr
-    assert "not reached keep the results they had" in result.stderr and "goes on" not in result.stderr
+    assert "not reached keep the results they had" in result.stderr and "resumes" not in result.stderr
 
 
 def test_report_takes_up_cells_of_a_killed_sweep(run, training, tmp_path):
@@ -210,6 +210,6 @@ def test_the_live_display(run, training, monkeypatch, tmp_path):
     assert "16/16" in shown and "left" in shown
 
 
-def test_the_commands_start_without_torch():
-    code = "import sys, fastweights.commands.reproduce; assert not {'torch', 'matplotlib'} & set(sys.modules)"
+def test_the_commands_start_without_matplotlib():
+    code = "import sys, fastweights.commands.reproduce; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,20 +8,39 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from fastweights.commands.options import AsJson, pick_device, print_json, read_settings, require
+from fastweights.commands.options import (
+    AsJson,
+    Device,
+    check_seed,
+    input_errors,
+    pick_device,
+    print_json,
+    read_settings,
+    require,
+    say,
+)
+from fastweights.commands.progress import Display
+from fastweights.common.tables import look_up
+from fastweights.experiments import EXPERIMENTS, load_experiments
+from fastweights.experiments.engine.experiment import SCALES, BadInput, Cell, Experiment, Selection, UserInput
+from fastweights.experiments.engine.store import Store
+from fastweights.experiments.engine.sweep import sweep
+from fastweights.report.build import build
+from fastweights.report.chapter import Chapter
+from fastweights.report.rows import format_seconds
 
-if TYPE_CHECKING:
-    from fastweights.experiments.engine.experiment import Cell, Experiment, Selection, UserInput
-    from fastweights.experiments.engine.store import Store
-    from fastweights.report.chapter import Chapter
+_BAD_INPUT = (BadInput, ValueError, ImportError)
 
-_MOST = 2**32 - 1
-"""Generators of random numbers on a CPU look at 32 bits of a seed."""
-
+Load = Annotated[
+    list[Path] | None, typer.Option(metavar="FILE", help="A Python file that registers experiments of your own.")
+]
 Out = Annotated[Path, typer.Option(help="Folder of the results.", show_default=True)]
 
 
@@ -36,7 +55,7 @@ def reproduce(
     models: Annotated[str | None, typer.Option(help="Only these models, separated by commas.")] = None,
     sizes: Annotated[str | None, typer.Option(help="These sizes in place of the scale's: 20,40 keys, or D.")] = None,
     seeds: Annotated[str | None, typer.Option(help="These seeds in place of the scale's: 1,2,3.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
     jobs: Annotated[
         int | None,
         typer.Option(help="Cells at once.", show_default="the number of cores; on a GPU 8, of language models 1"),
@@ -52,18 +71,16 @@ def reproduce(
     keep_runs: Annotated[
         bool, typer.Option("--keep-runs", help="Leave trained models in OUT/NAME/runs; they can be used as any run.")
     ] = False,
+    load: Load = None,
     out: Out = Path("results"),
     force: Annotated[bool, typer.Option("--force", help="Train again what is already known.")] = False,
 ) -> None:
     """Train the models behind figures and tables of the paper, draw them, and say which of its statements hold.
 
-    Every cell is kept as soon as it is trained: the same command goes on where an interrupted one stopped.
+    Every cell is kept as soon as it is trained: the same command resumes where an interrupted one stopped.
     """
-    from fastweights.experiments.engine.experiment import UserInput
-    from fastweights.experiments.engine.sweep import sweep
-
-    with _input_errors():
-        store = _store(out)
+    with input_errors(_BAD_INPUT):
+        store = _open(out, load)
         if as_json and not list_:
             raise ValueError("--json is for --list; the results are JSON files in the folder of --out")
         if list_:
@@ -76,23 +93,26 @@ def reproduce(
             raise ValueError(f"--jobs must be at least 1, got {jobs}")
         require("matplotlib", *(package for experiment in experiments for package in experiment.needs))
         _check(store)
-        request = UserInput(tuple(data or ()), device=device)
-        plans = _plans(experiments, scale, selection, request, settings or [])
+        given = UserInput(tuple(data or ()), device=device)
+        plans = _plans(experiments, scale, selection, given, settings or [])
         store.check_writable()
-    from fastweights.commands.progress import Display
 
     finished: set[str] = set()
     how: dict[str, Any] = {"device": device, "jobs": jobs, "keep": keep_runs, "force": force, "finished": finished}
-    with _file_errors(), _input_errors(), Display(_console(), sum(len(cells) for _, cells, _ in plans)) as display:
+    with (
+        _file_errors(),
+        input_errors(_BAD_INPUT),
+        Display(_console(), sum(len(cells) for _, cells, _ in plans)) as display,
+    ):
         try:
             for experiment, cells, folder in plans:
                 sweep(experiment, cells, store, display, data=folder, **how)
         except KeyboardInterrupt:
-            further = "The same command goes on from there"
+            further = "The same command resumes from there"
             if force:
                 further = "Cells that were not reached keep the results they had; the same command begins anew"
             done = f"Stopped: {display.finished} of {display.total} cells are done and kept in {out}."
-            _say(f"{done} {further}; `fastweights report --out {out}` draws what there is.")
+            say(f"{done} {further}; `fastweights report --out {out}` draws what there is.")
             raise typer.Exit(130) from None
     with _file_errors():
         _finish(store, {experiment.name for experiment in experiments})
@@ -107,13 +127,12 @@ def report(
             help="Say of results that were made with this corpus which sets they are scored on.", metavar="DIR"
         ),
     ] = None,
+    load: Load = None,
 ) -> None:
     """Draw the plots and the page from whatever results there are, without training anything."""
-    from fastweights.common.tables import look_up
-
-    with _input_errors():
+    with input_errors(_BAD_INPUT):
         metric = look_up({"best": "best_loss", "last": "last_loss"}, loss, "loss")
-        store = _store(out)
+        store = _open(out, load)
         require("matplotlib")
         names = _check(store)
         if not names:
@@ -126,43 +145,26 @@ def report(
 
 
 @contextmanager
-def _input_errors() -> Iterator[None]:
-    from fastweights.experiments.engine.experiment import BadInput
-
-    try:
-        yield
-    except (BadInput, ValueError, ImportError) as error:
-        _say(f"Error: {error}")
-        raise typer.Exit(2) from None
-
-
-@contextmanager
 def _file_errors() -> Iterator[None]:
-    """A file that cannot be written, as on a full disk, ends the command with a sentence and exit code 1."""
+    """End the command with a sentence and exit code 1 where a file cannot be written, as on a full disk."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        kept = "results that were stored before stay; mend this and run the same command again"
-        _say(f"Error: {error.filename}: {error.strerror}; {kept}" if error.filename else f"Error: {error}")
+        kept = "results that were stored before are kept; free some space and run the same command again"
+        say(f"Error: {error.filename}: {error.strerror}; {kept}" if error.filename else f"Error: {error}")
         raise typer.Exit(1) from None
 
 
-def _say(message: str) -> None:
-    typer.echo(message, err=True)
-
-
-def _store(out: Path) -> Store:
-    from fastweights.experiments.engine.store import Store
-
-    return Store(out, lambda message: _say(f"Warning: {message}"))
+def _open(out: Path, files: Sequence[Path] | None) -> Store:
+    """Load experiments of the user's own and open the folder of results, whose warnings are printed."""
+    for path in files or ():
+        load_experiments(path)
+    return Store(out, lambda message: say(f"Warning: {message}"))
 
 
 def _experiments(names: Sequence[str]) -> list[Experiment]:
-    from fastweights.common.tables import look_up
-    from fastweights.experiments import EXPERIMENTS
-
     if not names:
         raise ValueError(f"name what to reproduce: {', '.join(EXPERIMENTS)}, or all; --list shows what each costs")
     chosen = [name for given in names for name in (EXPERIMENTS if given == "all" else [given])]
@@ -172,21 +174,24 @@ def _experiments(names: Sequence[str]) -> list[Experiment]:
 def _selection(
     experiments: Sequence[Experiment], scale: str, models: str | None, sizes: str | None, seeds: str | None
 ) -> Selection:
-    from fastweights.common.tables import look_up
-    from fastweights.experiments.engine.experiment import SCALES, Selection
-
     look_up(SCALES, scale, "scale")
     known = {model: model for experiment in experiments for model in experiment.models}
     chosen = None if models is None else tuple(look_up(known, model, "model") for model in _items(models, "--models"))
     selection = Selection(chosen, _numbers(sizes, "--sizes", 2), _numbers(seeds, "--seeds", 0))
+    for seed in selection.seeds or ():
+        check_seed(seed, "--seeds")
     if not any(experiment.grid(scale, selection) for experiment in experiments):
-        drawn = "; ".join(
-            f"{experiment.name} has sizes {', '.join(map(str, experiment.scales[scale].sizes))} "
-            f"and models {', '.join(experiment.models)}"
-            for experiment in experiments
-        )
-        raise ValueError(f"this selection leaves nothing to run at scale {scale}: {drawn}")
+        choices = "; ".join(_choices(experiment, scale) for experiment in experiments)
+        raise ValueError(f"this selection leaves nothing to run at scale {scale}: {choices}")
     return selection
+
+
+def _choices(experiment: Experiment, scale: str) -> str:
+    """Say what an experiment can be run with."""
+    if scale not in experiment.scales:
+        return f"{experiment.name} has scales {', '.join(experiment.scales)}"
+    sizes, models = map(str, experiment.scales[scale].sizes), ", ".join(experiment.models)
+    return f"{experiment.name} has sizes {', '.join(sizes)} and models {models}"
 
 
 def _items(text: str, option: str) -> list[str]:
@@ -202,23 +207,19 @@ def _numbers(text: str | None, option: str, least: int) -> tuple[int, ...] | Non
     items = _items(text, option)
     if not all(item.isdecimal() and int(item) >= least for item in items):
         raise ValueError(f"{option} takes whole numbers of at least {least} separated by commas, got {text!r}")
-    if any(int(item) > _MOST for item in items):
-        raise ValueError(f"{option} takes whole numbers up to {_MOST}, got {text!r}")
     return tuple(dict.fromkeys(int(item) for item in items))
 
 
 def _plans(
-    experiments: Sequence[Experiment], scale: str, selection: Selection, request: UserInput, settings: list[str]
+    experiments: Sequence[Experiment], scale: str, selection: Selection, given: UserInput, settings: list[str]
 ) -> list[tuple[Experiment, list[Cell], Path | None]]:
-    """The cells of each experiment that has any, and where its data lie; nothing is trained before all are known."""
-    from fastweights.experiments.engine.experiment import BadInput
-
+    """Return the cells of each experiment that has any and the folder of its data, before anything is trained."""
     chosen = [experiment for experiment in experiments if experiment.grid(scale, selection)]
     for experiment in experiments:
         if experiment not in chosen:
-            _say(f"{experiment.name}: nothing to run for this selection, skipped")
+            say(f"{experiment.name}: nothing to run for this selection, skipped")
     takers = [experiment for experiment in chosen if experiment.make_inputs]
-    for option, present in (("--data", request.data), ("--set", settings)):
+    for option, present in (("--data", given.data), ("--set", settings)):
         if present and not takers:
             names = ", ".join(experiment.name for experiment in chosen)
             raise ValueError(f"{option} is for language and translation models, not for {names}")
@@ -226,8 +227,8 @@ def _plans(
     for experiment in chosen:
         try:
             values = read_settings(experiment.fields, settings, {}) if experiment.fields else {}
-            given = experiment.inputs_for(scale, replace(request, settings=values))
-            plans.append((experiment, experiment.cells(scale, selection, given.config), given.data))
+            inputs = experiment.inputs_for(scale, replace(given, settings=values))
+            plans.append((experiment, experiment.cells(scale, selection, inputs.config), inputs.data))
         except (BadInput, ValueError) as error:
             raise ValueError(f"{experiment.name}: {error}") from None
     return plans
@@ -235,15 +236,11 @@ def _plans(
 
 def _check(store: Store) -> list[str]:
     """Read everything that will be drawn, so that a broken file is found before anything is trained or written."""
-    from fastweights.experiments import EXPERIMENTS
-
     return [name for name in EXPERIMENTS if store.known(name)]
 
 
 def _list(store: Store) -> list[dict[str, Any]]:
     """Return each experiment with its cost at every scale and what has been run of it, for JSON."""
-    from fastweights.experiments import EXPERIMENTS
-
     rows = []
     for name, experiment in EXPERIMENTS.items():
         known = [record for record in store.known(name).values() if record.config["scale"] == store.scale(name)]
@@ -263,14 +260,9 @@ def _list(store: Store) -> list[dict[str, Any]]:
 
 
 def _print_list(store: Store) -> None:
-    from rich.table import Table
-
-    from fastweights.experiments.engine.experiment import SCALES
-    from fastweights.report.rows import format_seconds
-
     table = Table("name", "what", *(f"at scale {scale}" for scale in SCALES), "results", pad_edge=False, box=None)
     for row in _list(store):
-        costs = [f"{at['cells']} cells, {at['cost']}" for at in row["scales"].values()]
+        costs = [f"{at['cells']} cells, {at['cost']}" if (at := row["scales"].get(name)) else "" for name in SCALES]
         results = "none"
         if known := row["results"]:
             results = f"{known['scale']}: {known['cells']} cells, {format_seconds(known['train_s'])} of training"
@@ -279,7 +271,6 @@ def _print_list(store: Store) -> None:
 
 
 def _console(stream: object = None):  # type: ignore[no-untyped-def]
-    from rich.console import Console
 
     console = Console(file=stream, stderr=stream is None, markup=False)  # type: ignore[arg-type]
     if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -288,9 +279,7 @@ def _console(stream: object = None):  # type: ignore[no-untyped-def]
 
 
 def _finish(store: Store, names: set[str], metric: str = "best_loss") -> None:
-    """Plots and page, then the table of claims of the experiments at hand."""
-    from fastweights.report.build import build
-
+    """Write plots and page, then print the tables and claims of these experiments."""
     page, chapters = build(store, metric)
     chosen = [chapter for chapter in chapters if chapter.experiment.name in names]
     _print_tables(chosen)
@@ -299,8 +288,6 @@ def _finish(store: Store, names: set[str], metric: str = "best_loss") -> None:
 
 
 def _print_tables(chapters: Sequence[Chapter]) -> None:
-    from rich.table import Table
-
     for chapter in chapters:
         if chapter.scale is None or chapter.experiment.table is None:
             continue
@@ -314,9 +301,6 @@ def _print_tables(chapters: Sequence[Chapter]) -> None:
 
 
 def _print_claims(chapters: Sequence[Chapter]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     colours = {True: "green", False: "red", None: "dim"}
     table = Table("figure", "claim", "ours", "paper", "holds?", pad_edge=False)
     for chapter in chapters:

@@ -277,6 +277,8 @@ class Experiment:
 
     def grid(self, scale: str, selection: Selection | None = None) -> list[tuple[str, int, int]]:
         """Model, size and seed of each cell; cheap, where `cells` may have to load the task's code."""
+        if scale not in self.scales:
+            return []
         at = self.scales[scale]
         chosen = selection if selection and self.selectable else Selection()
         models = [model for model in self.models if chosen.models is None or model in chosen.models]
