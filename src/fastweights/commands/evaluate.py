@@ -99,10 +99,10 @@ def lm(
     say(f"scoring {len(stream):,} tokens of {split} with {source.folder.name}")
     start = time.monotonic()
     with measuring("tokens") as report:
-        found = evaluate.measure(model, stream, how, report)
-        if not math.isfinite(found.loss):
+        score = evaluate.measure(model, stream, how, report)
+        if not math.isfinite(score.loss):
             raise CheckpointError(
-                f"the loss of {source.folder} on {split} is {found.loss}, which has no perplexity; "
+                f"the loss of {source.folder} on {split} is {score.loss}, which has no perplexity; "
                 "train again with a lower --lr and --fresh"
             )
     wall = time.monotonic() - start
@@ -111,13 +111,13 @@ def lm(
         if how.mem_len is not None:
             model.set_memory(how.mem_len, how.clamp_len)
         about["state_size"] = model.state_size(how.segment)
-    numbers = {"ppl": found.ppl if math.isfinite(found.ppl) else str(found.ppl), "loss": found.loss}
-    numbers |= {"bits_per_token": found.bits, "tokens": found.tokens, "wall_s": wall}
-    record = {**about, **numbers, "tokens_per_s": found.tokens / wall, **provenance_of(device)}
+    numbers = {"ppl": score.ppl if math.isfinite(score.ppl) else str(score.ppl), "loss": score.loss}
+    numbers |= {"bits_per_token": score.bits, "tokens": score.tokens, "wall_s": wall}
+    record = {**about, **numbers, "tokens_per_s": score.tokens / wall, **provenance_of(device)}
     what = "byte" if corpus.vocabulary.kind == "bytes" else "word"
     lines = [
-        f"perplexity {found.ppl:.3f}, {found.bits:.4f} bits per {what}",
-        f"{found.tokens:,} tokens scored in {wall:.1f} s, {found.tokens / wall:,.0f} tokens/s",
+        f"perplexity {score.ppl:.3f}, {score.bits:.4f} bits per {what}",
+        f"{score.tokens:,} tokens scored in {wall:.1f} s, {score.tokens / wall:,.0f} tokens/s",
     ]
     keep_result(run / "eval" / f"{split}-{how.slug}-{_kind(source)}.json", record, lines, as_json)
 

@@ -96,8 +96,8 @@ def pick_device(name: str) -> str:
 
 def check_seed(seed: int, option: str = "--seed") -> None:
     """Raise a ValueError for a seed that random generators do not take."""
-    if not 0 <= seed <= LARGEST_SEED:
-        raise ValueError(f"{option} takes whole numbers from 0 to {LARGEST_SEED}, got {seed}")
+    if abs(seed) > LARGEST_SEED:
+        raise ValueError(f"{option} takes whole numbers up to {LARGEST_SEED}, got {seed}")
 
 
 def read_settings(fields: Fields, entries: list[str], options: dict[str, Any]) -> dict[str, Any]:

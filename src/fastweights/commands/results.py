@@ -47,20 +47,17 @@ def load(run: SavedRun[Any, ModelT, Any], which: str, device: str) -> tuple[Mode
     """Return the model of a run, and the checkpoint that its weights are from.
 
     Raises:
-        CheckpointError: a weight is NaN or infinite, and with it everything that the model would say.
+        CheckpointError: a weight is NaN or infinite, and with it everything that the model computes.
     """
     model, checkpoint = run.load(which, device)
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
+            other = "last" if which == "best" else "best"
             raise CheckpointError(
-                f"{name} in {checkpoint.folder} is not finite, so the model has nothing to say; "
-                f"{_other(which)}, or train again with a lower --lr and --fresh"
+                f"{name} in {checkpoint.folder} is not finite; try --checkpoint {other}, or train again with a lower "
+                "--lr and --fresh"
             )
     return model, checkpoint
-
-
-def _other(which: str) -> str:
-    return f"try --checkpoint {'last' if which == 'best' else 'best'}"
 
 
 def provenance_of(device: str) -> dict[str, Any]:

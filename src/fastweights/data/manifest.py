@@ -118,13 +118,7 @@ def finished(folder: Path, wanted: str, verify: bool) -> dict[str, Any]:
     """Return the manifest of a complete corpus in the wanted layout: sizes, and with `verify` checksums, are right."""
     manifest = read_manifest(folder)
     if manifest is None:
-        if folder.is_file():
-            raise DataError(
-                f"{folder} is a file, and a corpus is a folder; `fastweights data text --source {folder} --out DIR` "
-                "prepares one from a text"
-            )
-        state = "was not finished or is something else" if folder.is_dir() else "does not exist"
-        raise DataError(f"there is no corpus in {folder}, which {state}; `fastweights data KIND --out` writes one")
+        raise DataError(f"there is no corpus in {absence(folder)}; `fastweights data KIND --out` writes one")
     if layout(manifest) != wanted:
         uses = {"stream": "text for language models", "pairs": "sentence pairs for translation"}
         raise DataError(f"the corpus {manifest['kind']!r} in {folder} is {uses[layout(manifest)]}, not {uses[wanted]}")
@@ -132,6 +126,13 @@ def finished(folder: Path, wanted: str, verify: bool) -> dict[str, Any]:
     if wrong is not None:
         raise DataError(f"the corpus in {folder} is damaged: {wrong}; prepare it again")
     return manifest
+
+
+def absence(folder: Path) -> str:
+    """Return the name of a folder without a corpus, and why it has none."""
+    if folder.is_dir():
+        return f"{folder}, which was not finished or is something else"
+    return f"{folder}, which {'is a file where a folder is wanted' if folder.exists() else 'does not exist'}"
 
 
 def damage(folder: Path, manifest: dict[str, Any], verify: bool = False) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fastweights.data.manifest import EMBEDDED, DataError, read_manifest
+from fastweights.data.manifest import EMBEDDED, DataError, absence, read_manifest
 from fastweights.data.prepare import prepare
 from fastweights.data.registry import CORPORA
 from fastweights.data.text.corpus import Corpus, TokenStream
@@ -61,8 +61,7 @@ def _folder_of(required: RequiredCorpus, scale: str, folders: Sequence[Path]) ->
     for folder in folders:
         manifest = read_manifest(folder)
         if manifest is None:
-            missing = "was not finished or is something else" if folder.is_dir() else "does not exist"
-            raise DataError(f"there is no corpus in {folder}, which {missing}; {required.remedy}")
+            raise DataError(f"there is no corpus in {absence(folder)}; {required.remedy}")
         words = manifest["vocabulary"]["size"]
         if words == required.words:
             return folder

@@ -70,6 +70,8 @@ class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
             name = task["name"]
             valid = isinstance(about, dict) and isinstance(task.get("corpus", {}), dict)
         except OSError:
+            if folder.is_file():
+                raise RunError(f"{folder} is a file, and a run is a folder of `fastweights {cls.command}`") from None
             missing = "holds no run" if folder.is_dir() else "does not exist"
             raise RunError(f"{folder} {missing}; `fastweights {cls.command} --out {folder}` trains one there") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
