@@ -229,3 +229,21 @@ def test_small_features_of_a_layer_in_float16_keep_their_gradients():
         y, _ = kind(x.to(kind.out.weight.dtype))
         found.append(torch.autograd.grad(1e3 * y.double().square().sum(), kind.project.weight))
     assert relative_error(*found) < 0.02
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_a_memory_that_has_nearly_faded_has_gradients_in_float16(backend):
+    """Queries find the first key only, which has faded to 1e-7: features have gradients of 1e7, raw queries do not."""
+    torch.manual_seed(0)
+    q, k = 0.5 + torch.rand(2, 1, 10, 1, 2)
+    k[:, 1:] *= -1
+    exact = [x.half().double() for x in (q, k, torch.randn(1, 10, 1, 4), torch.full((1, 10, 1), 0.15))]
+    features = Features.named("dpfp", nu=2, sum=True)
+    found = []
+    for dtype in (torch.float16, torch.float64):
+        *inputs, decay = (x.to(dtype).requires_grad_() for x in exact)
+        options = {"rule": "decay", "normalization": "attention", "features": features, "backend": backend}
+        y, _ = fw.fast_weight_memory(*inputs, decay=decay, **options)
+        assert y.dtype == dtype
+        found.append([y, *torch.autograd.grad(y.double().square().sum(), [*inputs, decay])])
+    assert relative_error(*found) < 0.02

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fastweights.common.tables import look_up
 from fastweights.feature_maps import DPFP, ELU, FeatureMap, ReLU, feature_map
 from fastweights.layers.checks import check_dtype, check_input, check_token, head_size
-from fastweights.ops.backends import may_fuse
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.normalization import l2_normalize, sum_normalize
@@ -141,16 +140,18 @@ class FastWeightAttention(nn.Module):
             part.unflatten(-1, (self.n_heads, size)) for part, size in zip(parts, self.sizes, strict=True)
         )
         q = q if self.project_queries else x.unflatten(-1, (self.n_heads, -1))
-        features = _features(self.feature_map, self.normalize) if may_fuse(v.device, self.backend) else None
-        fused = features is not None
-        if not fused:
+        features = _features(self.feature_map, self.normalize)
+        if features is None:
             q, k = self._map(q, k)
         y, state = fast_weight_memory(
             q.to(v.dtype),
             k.to(v.dtype),
             v,
             rule=self.rule,
-            **{name: self._gate(name, gate, fused) for name, gate in zip(self.rule.gates, gates, strict=True)},
+            **{
+                name: self._gate(name, gate, features is not None)
+                for name, gate in zip(self.rule.gates, gates, strict=True)
+            },
             normalization=self.memory_normalization,
             cu_seqlens=cu_seqlens,
             state=state,

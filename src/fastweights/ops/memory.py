@@ -99,7 +99,7 @@ def fast_weight_memory(
             _again.clear()
         # The rule is kept with it, so that its number is not given to another.
         _again[same] = shortest, rule
-    return y, FastWeightState(W, z)
+    return y.to(q.dtype), FastWeightState(W, z)
 
 
 # The shortest way to run what was run before, by everything that the way depends on.

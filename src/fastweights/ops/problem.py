@@ -41,12 +41,18 @@ class Problem:
     in_place: bool = False
 
     def mapped(self) -> Problem:
-        """The same with keys, queries and gates as they go into the memory."""
+        """Return the same with keys, queries and gates as they go into the memory.
+
+        What a memory under attention normalisation is divided by may be next to nothing, and 16 bits have no room for
+        the gradients that mapped keys and queries then have, although raw ones have moderate ones. So all become
+        float32 there, and y as well; but for GPUs, on which products of 16 bits are several times faster.
+        """
         if self.features == PLAIN:
             return self
-        phi, dtype = self.features.of, self.v.dtype
+        phi, widened = self.features.of, self.z is not None and not self.q.is_cuda
+        q, k, v = (x.to(self.state_dtype if widened else x.dtype) for x in (self.q, self.k, self.v))
         gates = {name: self.features.gate(gate) for name, gate in self.gates.items()}
-        return replace(self, q=phi(self.q).to(dtype), k=phi(self.k).to(dtype), gates=gates, features=PLAIN)
+        return replace(self, q=phi(q), k=phi(k), v=v, gates=gates, features=PLAIN)
 
     @property
     def state_dtype(self) -> torch.dtype:
