@@ -108,7 +108,7 @@ def relative_error(ours, theirs):
     What is nearly 0 beside the other tensors, such as a gradient that cancels, is measured against them.
     """
     worst = 0.0
-    least = 1e-3 * max(b.double().norm().item() for b in theirs)
+    least = 1e-3 * max(b.double().norm().item() for b in theirs) or 1.0
     for a, b in zip(ours, theirs, strict=True):
         assert a.shape == b.shape
         error = (a.double() - b.double()).norm() / b.double().norm().clamp(min=least)
