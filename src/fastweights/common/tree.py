@@ -31,9 +31,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors in it, in the order in which `map_tensors` comes to them."""
-    found: list[Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
-    return found
+    tensors: list[Tensor] = []
+    map_tensors(lambda tensor: tensors.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
+    return tensors
 
 
 def signature(value: Any) -> Any:
@@ -92,10 +92,10 @@ def unpack(value: Any, device: torch.device) -> Any:
 
 def _record(kind: str) -> Callable[..., Any]:
     module, _, name = kind.partition(":")
-    found: Any = importlib.import_module(module)
+    named: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
+        named = getattr(named, part)
     # A checkpoint names classes; nothing but a plain record may be called on its word.
-    if not (isinstance(found, type) and (is_dataclass(found) or hasattr(found, "_fields"))):
+    if not (isinstance(named, type) and (is_dataclass(named) or hasattr(named, "_fields"))):
         raise ValueError(f"the checkpoint asks for {kind}, which is neither a dataclass nor a named tuple")
-    return found
+    return named

@@ -28,7 +28,7 @@ from fastweights.data.manifest import (
 from fastweights.data.pairs import bpe
 from fastweights.data.pairs.files import language_of
 from fastweights.data.registry import CORPORA, PUBLISHED_SETS, CorpusKind
-from fastweights.data.sources import CorpusRequest, Found, Source, fetch
+from fastweights.data.sources import CorpusFiles, CorpusRequest, Source, fetch
 
 _LEAST = {"min_count": 1, "max_words": 2, "vocab": bpe.LEAST, "pairs": 1, "held_out": 1, "highest": 999}
 
@@ -62,8 +62,8 @@ def prepare(
         options: `valid`, `test`, `min_count`, `max_words`, `vocab` and others where the kind takes them.
     """
     row, out = look_up(CORPORA, kind, "corpus"), Path(out)
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in given.keys() - row.options.keys():
+    chosen = {name: value for name, value in options.items() if value is not None}
+    for name in chosen.keys() - row.options.keys():
         takers = ", ".join(other for other, entry in CORPORA.items() if name in entry.options) or "none"
         raise DataError(f"corpus {kind!r} has no --{name.replace('_', '-')}; those that have it: {takers}")
     if source is None and row.needs_source and row.hub is None:
@@ -71,10 +71,10 @@ def prepare(
     if source is not None and not row.needs_source:
         raise DataError(f"corpus {kind!r} has no source, got {source}; {row.obtain}")
     for name, least in _LEAST.items():
-        if given.get(name, least) < least:
-            raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {given[name]}")
+        if chosen.get(name, least) < least:
+            raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {chosen[name]}")
     path = None if source is None else Path(source)
-    request = CorpusRequest(path, report=report, **{**row.options, **given})
+    request = CorpusRequest(path, report=report, **{**row.options, **chosen})
     try:
         out.mkdir(parents=True, exist_ok=True)
         with one_at_a_time(out):
@@ -119,22 +119,22 @@ def _prepare(kind: str, row: CorpusKind, request: CorpusRequest, out: Path, allo
             fetched.mkdir()
             fetch(row.hub, fetched, row.obtain, request.report)
             request = replace(request, source=fetched)
-        found = row.find(request, row.obtain)
-        built = row.build(found, folder, request)
+        sources = row.find(request, row.obtain)
+        built = row.build(sources, folder, request)
         wrong = _differences(row, built, allow_other)
         official = row.official is not None and not wrong
         request.report("checksums", 0.0)
         (folder / built.vocabulary.file).write_bytes(built.vocabulary.dump())
-        sources = [{"name": path.name, **checksum(path)} for path in _paths(found)]
+        entries = [{"name": path.name, **checksum(path)} for path in _paths(sources)]
         manifest: dict[str, Any] = {"format": FORMAT, "kind": kind, "official": official}
         manifest["name"] = row.official.name if official and row.official else name
-        manifest |= {"source": {"name": name, "files": sources}, "options": _plain(request, row)}
+        manifest |= {"source": {"name": name, "files": entries}, "options": _plain(request, row)}
         manifest |= {"dtype": built.dtype, "byteorder": sys.byteorder}
         file = built.vocabulary.file
         size = {"kind": built.vocabulary.kind, "size": len(built.vocabulary)}
         manifest["vocabulary"] = {"file": file, **size, **checksum(folder / file)}
         manifest |= built.describe(folder)
-        for split, what in _sets(found).items():
+        for split, what in _sets(sources).items():
             manifest["splits"][split]["set"] = what
         manifest["versions"] = {"fastweights": fastweights.__version__, "python": platform.python_version()}
         publish(folder, out, manifest, request.report)
@@ -154,14 +154,14 @@ def _differences(row: CorpusKind, built: Any, allow_other: bool) -> list[str]:
     return wrong
 
 
-def _sets(found: Found) -> dict[str, str]:
+def _sets(sources: CorpusFiles) -> dict[str, str]:
     """Name the validation and the test set, which need not be of the corpus that the training text is of."""
     named: dict[str, dict[str, None]] = {}
-    for key, sources in found.items():
-        # Texts are found by split, sentence pairs by split and language.
+    for key, files in sources.items():
+        # Texts lie by split, sentence pairs by split and language.
         split, _, language = key.partition(".")
         if split in SPLITS[1:]:
-            names = (language_of(source.path)[0] if language else _set_name(source) for source in sources)
+            names = (language_of(source.path)[0] if language else _set_name(source) for source in files)
             named.setdefault(split, {}).update(dict.fromkeys(names))
     return {split: ", ".join(names) for split, names in named.items()}
 
@@ -182,5 +182,5 @@ def _plain(request: CorpusRequest, row: CorpusKind) -> dict[str, Any]:
     return {name: value.name if isinstance(value, Path) else value for name, value in values.items()}
 
 
-def _paths(found: Found) -> list[Path]:
-    return list(dict.fromkeys(source.path for sources in found.values() for source in sources))
+def _paths(sources: CorpusFiles) -> list[Path]:
+    return list(dict.fromkeys(source.path for files in sources.values() for source in files))

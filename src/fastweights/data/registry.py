@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from fastweights.data.manifest import SPLITS, DataError
 from fastweights.data.pairs import numbers
-from fastweights.data.pairs.build import BuiltPairs, build_found, find_pairs
+from fastweights.data.pairs.build import BuiltPairs, build_from_files, find_pairs
 from fastweights.data.sources import (
+    CorpusFiles,
     CorpusRequest,
-    Found,
     Hub,
     Source,
     count_lines,
@@ -38,10 +38,10 @@ class Official(NamedTuple):
 
     def differences(self, built: Built) -> list[str]:
         """Say in what a corpus that was built differs."""
-        found = {"words": len(built.vocabulary), **{split: built.splits[split].tokens for split in SPLITS}}
+        counts = {"words": len(built.vocabulary), **{split: built.splits[split].tokens for split in SPLITS}}
         wanted = self._asdict()
         names = {"words": "in the vocabulary", **{split: f"tokens in {split}" for split in SPLITS}}
-        wrong = [f"{n:,} {names[key]}, not {wanted[key]:,}" for key, n in found.items() if n != wanted[key]]
+        wrong = [f"{n:,} {names[key]}, not {wanted[key]:,}" for key, n in counts.items() if n != wanted[key]]
         if built.content != self.content:
             wrong.append(f"SHA-256 {built.content}, not {self.content}")
         return wrong
@@ -57,11 +57,11 @@ class OfficialPairs(NamedTuple):
 
     def differences(self, built: BuiltPairs) -> list[str]:
         """Say in what a corpus that was built differs."""
-        found = {split: built.splits[split].pairs if split in built.splits else 0 for split in SPLITS}
+        counts = {split: built.splits[split].pairs if split in built.splits else 0 for split in SPLITS}
         bounds = {"train": self.train, "valid": self.valid, "test": self.test}
         return [
             f"{n:,} pairs in {split}, not {low:,}" + (f" to {high:,}" if high > low else "")
-            for split, n in found.items()
+            for split, n in counts.items()
             for low, high in [bounds[split]]
             if not low <= n <= high
         ]
@@ -76,8 +76,8 @@ class CorpusKind:
 
     what: str
     obtain: str
-    find: Callable[[CorpusRequest, str], Found]
-    build: Callable[[Found, Path, CorpusRequest], Any]
+    find: Callable[[CorpusRequest, str], CorpusFiles]
+    build: Callable[[CorpusFiles, Path, CorpusRequest], Any]
     official: Official | OfficialPairs | None = None
     hub: Hub | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -85,13 +85,13 @@ class CorpusKind:
     needs: tuple[str, ...] = ()
 
 
-def _find_wikitext(request: CorpusRequest, obtain: str) -> Found:
+def _find_wikitext(request: CorpusRequest, obtain: str) -> CorpusFiles:
     assert request.source is not None
     names = [f"wiki.{split}.tokens" for split in SPLITS]
     return {s: [source] for s, source in zip(SPLITS, find(request.source, names, obtain), strict=True)}
 
 
-def _find_enwik8(request: CorpusRequest, obtain: str) -> Found:
+def _find_enwik8(request: CorpusRequest, obtain: str) -> CorpusFiles:
     source = request.source
     assert source is not None
     if source.is_file() and source.suffix != ".zip":
@@ -99,7 +99,7 @@ def _find_enwik8(request: CorpusRequest, obtain: str) -> Found:
     return {"train": find(source, ["enwik8"], obtain)}
 
 
-def _find_text(request: CorpusRequest, obtain: str) -> Found:
+def _find_text(request: CorpusRequest, obtain: str) -> CorpusFiles:
     source = request.source
     assert source is not None
     if source.is_dir():
@@ -115,7 +115,7 @@ def _find_text(request: CorpusRequest, obtain: str) -> Found:
     return {"train": train, "valid": [_file(request.valid, obtain)], "test": [_file(request.test, obtain)]}
 
 
-def _find_ids(request: CorpusRequest, obtain: str) -> Found:
+def _find_ids(request: CorpusRequest, obtain: str) -> CorpusFiles:
     source = request.source
     assert source is not None
     if not source.is_dir():
@@ -124,10 +124,10 @@ def _find_ids(request: CorpusRequest, obtain: str) -> Found:
     words = [path for name in ("vocab.txt", "vocabulary.txt") if (path := source / name).is_file()]
     if len(ids) != 1 or len(words) != 1:
         raise DataError(f"{source} has {len(ids)} files train*.npy and {len(words)} vocabularies; {obtain}")
-    found = {"train": [Source(ids[0])], "vocabulary": [Source(words[0])]}
-    for split, given in (("valid", request.valid), ("test", request.test)):
-        found[split] = [_file(given or source / f"wiki.{split}.tokens", obtain)]
-    return found
+    files = {"train": [Source(ids[0])], "vocabulary": [Source(words[0])]}
+    for split, named in (("valid", request.valid), ("test", request.test)):
+        files[split] = [_file(named or source / f"wiki.{split}.tokens", obtain)]
+    return files
 
 
 def _file(path: Path, obtain: str) -> Source:
@@ -138,16 +138,16 @@ def _file(path: Path, obtain: str) -> Source:
     return Source(path)
 
 
-def _build_words(found: Found, folder: Path, request: CorpusRequest) -> Built:
-    texts = {split: text(found[split][0], request.progress(split)) for split in SPLITS}
+def _build_words(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
+    texts = {split: text(sources[split][0], request.progress(split)) for split in SPLITS}
     return build_words(texts, folder, request.report)
 
 
-def _build_text(found: Found, folder: Path, request: CorpusRequest) -> Built:
-    files = {split: [(source, count_lines(source)) for source in sources] for split, sources in found.items()}
+def _build_text(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
+    files = {split: [(source, count_lines(source)) for source in paths] for split, paths in sources.items()}
     totals = {split: sum(lines for _, lines in sized) for split, sized in files.items()}
     total = totals["train"]
-    if "valid" in found:
+    if "valid" in sources:
         bounds = {split: (0, totals[split]) for split in SPLITS}
     elif total < 20:
         raise DataError(f"the text has {total} lines, too few to split 90/5/5; give --valid and --test files")
@@ -172,16 +172,16 @@ def _build_limited(texts: Mapping[str, Iterable[str]], folder: Path, request: Co
     return build_words(texts, folder, request.report, request.min_count, request.max_words)
 
 
-def _build_enwik8(found: Found, folder: Path, request: CorpusRequest) -> Built:
-    return build_bytes(found["train"][0], folder, request.report)
+def _build_enwik8(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
+    return build_bytes(sources["train"][0], folder, request.report)
 
 
-def _build_ids(found: Found, folder: Path, request: CorpusRequest) -> Built:
-    texts = {split: text(found[split][0], request.progress(split)) for split in SPLITS[1:]}
-    return build_ids(found["train"][0].path, found["vocabulary"][0].path, texts, folder, request.report)
+def _build_ids(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
+    texts = {split: text(sources[split][0], request.progress(split)) for split in SPLITS[1:]}
+    return build_ids(sources["train"][0].path, sources["vocabulary"][0].path, texts, folder, request.report)
 
 
-def _build_embedded(found: Found, folder: Path, request: CorpusRequest) -> Built:
+def _build_embedded(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
     return _build_limited(embedded.texts(request.report), folder, request)
 
 
@@ -258,7 +258,7 @@ CORPORA: dict[str, CorpusKind] = {
         "give a folder with the files of europarl-v7, commoncrawl and news-commentary-v9 for de-en, newstest2013 and "
         "newstest2014 (statmt.org/wmt14/translation-task.html), or the Hugging Face dataset wmt/wmt14, de-en",
         find_pairs,
-        build_found,
+        build_from_files,
         official=OfficialPairs("WMT14 en-de", (3_900_000, 4_600_000), (3_000, 3_000), (2_737, 3_003)),
         hub=Hub("wmt/wmt14", "de-en", write_wmt),
         options=_FILES | {"vocab": 32_000},
@@ -268,7 +268,7 @@ CORPORA: dict[str, CorpusKind] = {
         "aligned files of two languages, sentence pairs",
         "give a folder with files like train.en and train.de, valid.en and valid.de (.gz, .xz and .sgm too)",
         find_pairs,
-        build_found,
+        build_from_files,
         options=_FILES | _LANGUAGES | {"vocab": 32_000},
         needs=("tokenizers",),
     ),

@@ -46,7 +46,7 @@ class Source:
             raise DataError(f"{self.label} is damaged or cut short ({error}); obtain the archive again") from None
 
 
-Found = dict[str, list[Source]]
+CorpusFiles = dict[str, list[Source]]
 """The files of a corpus by split, and for sentence pairs by split and language: "train", or "train.en"."""
 
 
@@ -82,13 +82,13 @@ def find(source: Path, names: Sequence[str], obtain: str) -> list[Source]:
     if not source.exists():
         raise DataError(f"there is no {source}; {obtain}")
     if source.is_dir():
-        found = {name: [Source(path) for path in _in_folder(source, name)] for name in names}
+        matches = {name: [Source(path) for path in _in_folder(source, name)] for name in names}
         holds = sorted(path.name for path in source.iterdir())
     else:
         members = _members(source, obtain)
-        found = {name: [Source(source, m) for m in members if PurePosixPath(m).name == name] for name in names}
+        matches = {name: [Source(source, m) for m in members if PurePosixPath(m).name == name] for name in names}
         holds = members
-    for name, places in found.items():
+    for name, places in matches.items():
         if not places:
             listing = ", ".join(holds[:8]) + (", …" if len(holds) > 8 else "") or "nothing"
             raise DataError(f"there is no {name} in {source}, which holds {listing}; {obtain}")
@@ -96,7 +96,7 @@ def find(source: Path, names: Sequence[str], obtain: str) -> list[Source]:
             raise DataError(f"{name} is there more than once: {', '.join(place.label for place in places)}; name one")
         if not places[0].size:
             raise DataError(f"{places[0].label} is empty; {obtain}")
-    return [found[name][0] for name in names]
+    return [matches[name][0] for name in names]
 
 
 def _in_folder(folder: Path, name: str) -> list[Path]:

@@ -75,21 +75,21 @@ class Search:
 
 @dataclass
 class _Sentence:
-    """One that is being searched for: how long it may get, and what was found."""
+    """A sentence that is being searched for: how long it may get, and its finished hypotheses."""
 
     number: int
     limit: int
-    found: list[Hypothesis] = field(default_factory=list)
+    finished: list[Hypothesis] = field(default_factory=list)
 
     def done(self, length: int, best_open: float, search: Search) -> bool:
         """Say whether it has k finished hypotheses, its full length, or n that no open one can beat."""
-        if len(self.found) >= search.beam or length >= self.limit:
+        if len(self.finished) >= search.beam or length >= self.limit:
             return True
-        if not search.early_stop or len(self.found) < search.n_best:
+        if not search.early_stop or len(self.finished) < search.n_best:
             return False
         # log p only falls from here, and the penalty is monotone in the length.
         hope = max(search.score(best_open, length + 1), search.score(best_open, self.limit))
-        return sorted((h.score for h in self.found), reverse=True)[search.n_best - 1] >= hope
+        return sorted((h.score for h in self.finished), reverse=True)[search.n_best - 1] >= hope
 
 
 @torch.no_grad()
@@ -134,7 +134,7 @@ def beam_search(
         stay = []
         for i, sentence in enumerate(sentences):
             if sentence.done(length, best_open[i], search):
-                ranked = sorted(sentence.found, key=lambda h: -h.score)
+                ranked = sorted(sentence.finished, key=lambda h: -h.score)
                 results[sentence.number] = ranked[: search.n_best]
             else:
                 stay.append(i)
@@ -184,4 +184,4 @@ def _collect(
     for i, j in ends.nonzero().tolist():
         log_prob = float(top[i, j])
         tokens = history[i, int(parent[i, j])].tolist()
-        sentences[i].found.append(Hypothesis(tokens, log_prob, search.score(log_prob, length)))
+        sentences[i].finished.append(Hypothesis(tokens, log_prob, search.score(log_prob, length)))

@@ -144,15 +144,15 @@ class Stream:
             with safe_open(str(path), "pt", device=str(model.softmax.weight.device)) as file:
                 metadata = file.metadata() or {}
                 # Copies: in the file they begin anywhere, and some kernels round by where their numbers begin.
-                found = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118, it is no mapping
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118, it is no mapping
         except SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file ({error})") from None
         if metadata.get("stream") != _FORMAT:
-            raise ValueError(f"{path} holds {sorted(found)[:6]} …, not what Stream.save writes")
+            raise ValueError(f"{path} holds {sorted(tensors)[:6]} …, not what Stream.save writes")
         _check_model(path, json.loads(metadata["model"]), json.loads(json.dumps(model.config.to_dict())))
-        position, hidden = found.pop("position"), found.pop("hidden")
+        position, hidden = tensors.pop("position"), tensors.pop("hidden")
         layers: list[dict[str, Tensor]] = [{} for _ in model.blocks]
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             number, _, entry = name.partition(".")
             layers[int(number)][entry] = tensor
         kind = MIXERS[model.config.mixer].state

@@ -43,8 +43,8 @@ def translate(
 ) -> list[str]:
     """Return the best translation of every line, "" for an empty one. Without `device` the model is not moved."""
     search = Search(beam=beam, length_penalty=length_penalty, max_length=max_length)
-    found = n_best(model, tokenizer, lines, search, batch=batch, device=device, graph=graph, report=report)
-    return [translations[0].text if translations else "" for translations in found]
+    ranked = n_best(model, tokenizer, lines, search, batch=batch, device=device, graph=graph, report=report)
+    return [translations[0].text if translations else "" for translations in ranked]
 
 
 @torch.no_grad()
@@ -84,9 +84,9 @@ def n_best(
             numbers = wanted[start : start + count]
             start += len(numbers)
             source, mask = pad_sources([rows[i] for i in numbers])
-            found = beam_search(decoding, source.to(device), mask.to(device), search)
-            texts = iter(tokenizer.decode([h.tokens for hypotheses in found for h in hypotheses]))
-            for i, hypotheses in zip(numbers, found, strict=True):
+            ranked = beam_search(decoding, source.to(device), mask.to(device), search)
+            texts = iter(tokenizer.decode([h.tokens for hypotheses in ranked for h in hypotheses]))
+            for i, hypotheses in zip(numbers, ranked, strict=True):
                 # A line stays a line, whatever an untrained model writes.
                 results[i] = [Translation(next(texts).replace("\n", " "), h.log_prob, h.score) for h in hypotheses]
             report(start, len(wanted))

@@ -15,8 +15,13 @@ from typing import Any
 from fastweights.common.tables import look_up
 from fastweights.models.language_model import LanguageModelConfig
 
-WIKITEXT103_WORDS, WIKITEXT103_CUTOFFS = 267_735, (20_000, 40_000, 200_000)
-WIKITEXT2_WORDS, WIKITEXT2_CUTOFFS = 33_278, (2_000, 10_000)
+_WIKITEXT103 = {"vocab_size": 267_735, "cutoffs": (20_000, 40_000, 200_000), "n_layers": 16, "n_heads": 8, "d_ff": 2048}
+_WIKITEXT2 = {"vocab_size": 33_278, "cutoffs": (2_000, 10_000), "n_layers": 4, "n_heads": 4, "d_ff": 512}
+SIZES: dict[str, Mapping[str, Any]] = {
+    "small": {**_WIKITEXT103, "d_model": 128},
+    "medium": {**_WIKITEXT103, "d_model": 256},
+    "tiny": {**_WIKITEXT2, "d_model": 128},
+}
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,7 @@ def small(
     rule="delta" 36.1 / 37.2. Table 5, not overcapacity: performer with feature_map_options={"m": 16} 38.0 / 38.8 and
     delta 36.0 / 37.0; dpfp 37.7 / 38.8 and delta 33.9 / 35.0.
     """
-    sizes = {"vocab_size": WIKITEXT103_WORDS, "d_model": 128, "n_layers": 16, "n_heads": 8, "d_ff": 2048}
-    return _config(mixer, rule, context, 256, WIKITEXT103_CUTOFFS, sizes, overrides)
+    return _config("small", mixer, rule, context, overrides)
 
 
 def medium(
@@ -97,8 +101,7 @@ def medium(
     with both 29.2 / 31.2. Table 4, context="carried": delta 27.8 / 29.4, linear over 260, and xl with a memory of
     15, 64, 128 and 384 words 65.7 / 65.5, 29.3 / 30.1, 26.4 / 27.4 and 24.6 / 25.5.
     """
-    sizes = {"vocab_size": WIKITEXT103_WORDS, "d_model": 256, "n_layers": 16, "n_heads": 8, "d_ff": 2048}
-    return _config(mixer, rule, context, 384, WIKITEXT103_CUTOFFS, sizes, overrides)
+    return _config("medium", mixer, rule, context, overrides)
 
 
 def tiny(
@@ -110,8 +113,7 @@ def tiny(
     Cost: 4.1 M words, two epochs of WikiText-2.
     Expected: the paper has no such model; `results/wikitext2` has what was measured after 3,600 steps.
     """
-    sizes = {"vocab_size": WIKITEXT2_WORDS, "d_model": 128, "n_layers": 4, "n_heads": 4, "d_ff": 512}
-    return _config(mixer, rule, context, 128, WIKITEXT2_CUTOFFS, sizes, overrides)
+    return _config("tiny", mixer, rule, context, overrides)
 
 
 def small_fast(
@@ -135,25 +137,20 @@ PRESETS: dict[str, Callable[..., LanguageModelConfig]] = {
 
 
 def _config(
-    mixer: str,
-    rule: str | None,
-    context: str,
-    segment: int,
-    cutoffs: tuple[int, ...],
-    sizes: Mapping[str, int],
-    overrides: Mapping[str, Any],
+    preset: str, mixer: str, rule: str | None, context: str, overrides: Mapping[str, Any]
 ) -> LanguageModelConfig:
     """Make a configuration of the preset's sizes, what follows from mixer, rule and context, and the overrides."""
     choice = look_up(MIXER_CHOICES, mixer, "mixer")
     look_up(dict.fromkeys(CONTEXTS), context, "context")
     LanguageModelConfig.check_names(overrides)
-    values: dict[str, Any] = {**sizes, **overrides}
-    # A smaller vocabulary has fewer clusters.
-    values.setdefault("cutoffs", tuple(cutoff for cutoff in cutoffs if cutoff < values["vocab_size"]))
+    values: dict[str, Any] = {**SIZES[preset], **overrides}
+    if "cutoffs" not in overrides:
+        # A smaller vocabulary has fewer clusters.
+        values["cutoffs"] = tuple(cutoff for cutoff in values["cutoffs"] if cutoff < values["vocab_size"])
     # Backward positions have no meaning in a text that continues, and Transformer-XL has its own.
     values.setdefault("positions", "none" if context == "carried" or mixer == "xl" else "sinusoid")
     if choice.mixer == "relative":
-        values.setdefault("mem_len", segment)
+        values.setdefault("mem_len", RECIPES[preset]["segment"])
     if choice.mixer != "fast_weight":
         if rule is not None:
             raise ValueError(f"rule = {rule!r} does nothing with mixer {mixer!r}: it has no fast weights; leave it out")

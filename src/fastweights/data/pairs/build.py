@@ -19,8 +19,8 @@ from typing import Any
 
 from fastweights.data.manifest import SPLITS, TYPE_CODES, DataError, checksum
 from fastweights.data.pairs.bpe import Tokenizer, train_tokenizer
-from fastweights.data.pairs.files import FileSet, Pair, Progress, find_sets, lonely, named_set, read_pairs, sort_sets
-from fastweights.data.sources import CorpusRequest, Found, Source
+from fastweights.data.pairs.files import FileSet, Pair, Progress, find_sets, named_set, one_sided, read_pairs, sort_sets
+from fastweights.data.sources import CorpusFiles, CorpusRequest, Source
 from fastweights.data.text.build import dtype_for
 
 _CHUNK = 1 << 14
@@ -74,7 +74,7 @@ def _file(folder: Path, name: str) -> dict[str, Any]:
     return {"file": name, **checksum(folder / name)}
 
 
-def find_pairs(request: CorpusRequest, obtain: str) -> Found:
+def find_pairs(request: CorpusRequest, obtain: str) -> CorpusFiles:
     """Find the files of each split and language, as `train.en`: by the names of the files, or by --valid and --test."""
     folder, languages = request.source, (request.source_language, request.target_language)
     assert folder is not None
@@ -82,13 +82,13 @@ def find_pairs(request: CorpusRequest, obtain: str) -> Found:
         raise DataError(f"source and target language are both {languages[0]!r}")
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; {obtain}")
-    sets, halves = find_sets(folder, languages), lonely(folder, languages)
+    sets, halves = find_sets(folder, languages), one_sided(folder, languages)
     if halves:
         request.report(f"left out, being in one language only: {', '.join(sorted(halves))}", 0.0)
     uses = {split: [sets[name] for name in names] for split, names in sort_sets(sets).items()}
-    for split, given in (("valid", request.valid), ("test", request.test)):
-        if given is not None:
-            uses[split] = [named_set(given, folder, languages)]
+    for split, named in (("valid", request.valid), ("test", request.test)):
+        if named is not None:
+            uses[split] = [named_set(named, folder, languages)]
         elif len(uses[split]) > 1:
             names = ", ".join(sorted(files.source.name for files in uses[split]))
             raise DataError(f"{folder} has {names} for {split}; name one of them with --{split}")
@@ -108,13 +108,13 @@ def find_pairs(request: CorpusRequest, obtain: str) -> Found:
     }
 
 
-def build_found(found: Found, folder: Path, request: CorpusRequest) -> BuiltPairs:
+def build_from_files(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> BuiltPairs:
     """Read the files that were found, once for the vocabulary and once more for the numbers."""
     languages = (request.source_language, request.target_language)
-    splits = [split for split in SPLITS if f"{split}.{languages[0]}" in found]
+    splits = [split for split in SPLITS if f"{split}.{languages[0]}" in sources]
 
     def read(split: str, progress: Progress) -> Iterator[Pair]:
-        sides = [found[f"{split}.{language}"] for language in languages]
+        sides = [sources[f"{split}.{language}"] for language in languages]
         sets = [FileSet(source.path, target.path) for source, target in zip(*sides, strict=True)]
         for number, files in enumerate(sets):
             part = _part(progress, number, len(sets))

@@ -68,7 +68,7 @@ def find_sets(folder: Path, languages: tuple[str, str]) -> dict[str, FileSet]:
     }
 
 
-def lonely(folder: Path, languages: tuple[str, str]) -> dict[str, str]:
+def one_sided(folder: Path, languages: tuple[str, str]) -> dict[str, str]:
     """Say what the sets of one language alone lack, by their names."""
     missing = {}
     for name, sides in _sides(folder, languages).items():
@@ -80,12 +80,12 @@ def lonely(folder: Path, languages: tuple[str, str]) -> dict[str, str]:
 
 def _sides(folder: Path, languages: tuple[str, str]) -> dict[str, dict[str, list[Path]]]:
     """Find the files of each set by language, of those two that are there."""
-    found: dict[str, dict[str, list[Path]]] = {}
+    sets: dict[str, dict[str, list[Path]]] = {}
     for path in sorted(folder.iterdir()):
         name, language = language_of(path)
         if name and language in languages and path.is_file():
-            found.setdefault(name, {}).setdefault(language, []).append(path)
-    return found
+            sets.setdefault(name, {}).setdefault(language, []).append(path)
+    return sets
 
 
 def _one(paths: list[Path], side: str) -> Path:
@@ -111,18 +111,18 @@ def sort_sets(sets: dict[str, FileSet]) -> dict[str, list[str]]:
     return uses if uses["train"] else uses | {"train": others}
 
 
-def named_set(given: Path, folder: Path, languages: tuple[str, str]) -> FileSet:
+def named_set(path: Path, folder: Path, languages: tuple[str, str]) -> FileSet:
     """Find the set that an option names: by a path without the language, one of its files, or a name in `folder`."""
     reasons: list[str] = []
-    for place in dict.fromkeys((given.parent, folder / given.parent)):
+    for place in dict.fromkeys((path.parent, folder / path.parent)):
         if place.is_dir():
             sets = find_sets(place, languages)
-            for name in (given.name, language_of(given)[0]):
+            for name in (path.name, language_of(path)[0]):
                 if name in sets:
                     return sets[name]
-            halves = lonely(place, languages)
-            reasons += [halves[name] for name in (given.name, language_of(given)[0]) if name in halves]
-    raise DataError((reasons or [f"there are no files {given}.{languages[0]} and {given}.{languages[1]}"])[0])
+            halves = one_sided(place, languages)
+            reasons += [halves[name] for name in (path.name, language_of(path)[0]) if name in halves]
+    raise DataError((reasons or [f"there are no files {path}.{languages[0]} and {path}.{languages[1]}"])[0])
 
 
 def read_pairs(files: FileSet, progress: Progress) -> Iterator[Pair]:

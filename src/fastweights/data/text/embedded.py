@@ -104,5 +104,5 @@ def _docstrings(path: Path) -> list[str]:
         tree = ast.parse(path.read_bytes())
     nodes = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
     nodes.sort(key=lambda node: getattr(node, "lineno", 0))
-    found = (ast.get_docstring(node, clean=False) for node in nodes)
-    return [paragraph for doc in found if doc for paragraph in _PARAGRAPH.split(inspect.cleandoc(doc))]
+    docstrings = (ast.get_docstring(node, clean=False) for node in nodes)
+    return [paragraph for doc in docstrings if doc for paragraph in _PARAGRAPH.split(inspect.cleandoc(doc))]

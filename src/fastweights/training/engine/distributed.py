@@ -139,9 +139,9 @@ def gather(fabric: Fabric, value: Value) -> list[Value]:
     """Return the value of each process, in the first process; an empty list in the others."""
     if fabric.world_size == 1:
         return [value]
-    found: list[Any] | None = [None] * fabric.world_size if fabric.is_global_zero else None
-    torch.distributed.gather_object(value, found)
-    return found or []
+    values: list[Any] | None = [None] * fabric.world_size if fabric.is_global_zero else None
+    torch.distributed.gather_object(value, values)
+    return values or []
 
 
 def largest(fabric: Fabric, values: list[int]) -> list[int]:

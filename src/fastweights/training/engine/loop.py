@@ -91,8 +91,8 @@ def train(
     def prepare() -> Path | None:
         folder.open(task.describe(), config, about or {}, fresh)
         store.clear_temporaries()
-        found = store.newest()
-        return found[0].folder if found else None
+        newest = store.newest()
+        return newest[0].folder if newest else None
 
     try:
         source = together(fabric, prepare)

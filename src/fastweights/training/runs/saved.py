@@ -65,8 +65,8 @@ class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
         folder = Path(folder)
         path = folder / "config.json"
         try:
-            found = json.loads(path.read_bytes())
-            task, about = found["task"], found.get("about", {})
+            stored = json.loads(path.read_bytes())
+            task, about = stored["task"], stored.get("about", {})
             name = task["name"]
             valid = isinstance(about, dict) and isinstance(task.get("corpus", {}), dict)
         except OSError:

@@ -20,8 +20,8 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Bleu:
     if not hypotheses:
         raise ValueError("there is nothing to score")
     metric = require_sacrebleu().BLEU()
-    found = metric.corpus_score(list(hypotheses), [list(references)])
-    return Bleu(float(found.score), str(metric.get_signature()))
+    bleu_score = metric.corpus_score(list(hypotheses), [list(references)])
+    return Bleu(float(bleu_score.score), str(metric.get_signature()))
 
 
 def require_sacrebleu():  # type: ignore[no-untyped-def]

@@ -144,8 +144,8 @@ class LanguageTask(Task):
         """Measure loss and perplexity by segments, close to and a little above those of the paper's protocols."""
         assert isinstance(model, LanguageModel)
         how = Protocol(name="segment", segment=self.segment, batch=self.eval_batch, carry=self.carried)
-        found = measure(model, self._streams["valid"], how)
-        return {"loss": found.loss, "ppl": found.ppl}
+        perplexity = measure(model, self._streams["valid"], how)
+        return {"loss": perplexity.loss, "ppl": perplexity.ppl}
 
     def describe(self) -> dict[str, Any]:
         """Describe the model, the cutting of the text, and which text it is, wherever it lies."""

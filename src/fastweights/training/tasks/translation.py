@@ -143,8 +143,8 @@ class TranslationTask(Task):
 
     def _bleu(self, model: TranslationModel) -> Bleu:
         pairs, count = self.corpus.split("valid"), self.bleu_sentences
-        found = translate(model, self.corpus.tokenizer, pairs.sources[:count], beam=self.bleu_beam)
-        return bleu(found, pairs.targets[:count])
+        translations = translate(model, self.corpus.tokenizer, pairs.sources[:count], beam=self.bleu_beam)
+        return bleu(translations, pairs.targets[:count])
 
     def describe(self) -> dict[str, Any]:
         """Describe the model, the batches, and which pairs they are, wherever they lie."""
