@@ -50,7 +50,8 @@ def test_all_figures(run, training, tmp_path):
     assert again.exit_code == 0 and "16 cells, 16 of them known" in again.stderr
     before, page = len(training.trained), out / "index.html"
     page.unlink()
-    assert run("report").exit_code == 0
+    report = run("report")
+    assert report.exit_code == 0 and f"drawing the plots and the page in {out}" in report.stderr
     assert page.exists() and len(training.trained) == before
 
 

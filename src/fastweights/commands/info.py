@@ -44,9 +44,10 @@ def check() -> bool:
         return True
     device = torch.device("cuda", torch.cuda.current_device())
     console.print(", ".join(self_check.machine(device, SOURCE).values()))
+    kinds, bad = list(shipped()), 0
+    console.print(f"checking {len(kinds)} kinds of kernels against float64", style="dim")
     table = Table("kernels", "worst", "off by", "limit", "seconds", "", title="Self-check against float64")
-    bad = 0
-    for kind in shipped():
+    for kind in kinds:
         start = time.perf_counter()
         kernels = check_of(kind, 2)
         verdict = kernels.run_again(device)

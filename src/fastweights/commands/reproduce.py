@@ -280,6 +280,7 @@ def _console(stream: object = None):  # type: ignore[no-untyped-def]
 
 def _finish(store: Store, names: set[str], metric: str = "best_loss") -> None:
     """Write plots and page, then print the tables and claims of these experiments."""
+    say(f"drawing the plots and the page in {store.out}")
     page, chapters = build(store, metric)
     chosen = [chapter for chapter in chapters if chapter.experiment.name in names]
     _print_tables(chosen)
