@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fastweights.commands.options import Device, check_seed, pick_device, say
-from fastweights.commands.results import LanguageFolder, Which, check_names, load, run_errors
+from fastweights.commands.results import LanguageFolder, Which, check_names, load, run_errors, writing
 from fastweights.data.text.vocabulary import UNKNOWN, Vocabulary, WordVocabulary, split_words
 from fastweights.inference.sample import Sampling
 from fastweights.inference.sample import generate as continue_text
@@ -54,19 +53,13 @@ def generate(
     start = time.monotonic()
     # Before the first word of a line stands the end of another.
     new = continue_text(reader, begin or vocabulary.encode("\n"), tokens, sampling, seed)
-    try:
-        with run_errors():
+    with writing():
+        try:
             for piece in vocabulary.stream(itertools.chain(begin, new)):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
+        finally:
             typer.echo()
-    except KeyboardInterrupt:
-        typer.echo()
-        raise typer.Exit(130) from None
-    except BrokenPipeError:
-        # The reader, such as `head`, has enough. Python would complain once more when it closes stdout at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit from None
     say(_summary(reader, tokens, time.monotonic() - start))
 
 

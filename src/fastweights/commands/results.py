@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -94,6 +96,20 @@ def run_errors() -> Iterator[None]:
     """End the command with a sentence and exit code 2 where the input is wrong or a run cannot be used."""
     with input_errors((ValueError, TypeError, ImportError, RunError, CheckpointError)):
         yield
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """End the command quietly when the reader of standard output closes it, and with exit code 130 on Ctrl-C."""
+    try:
+        with run_errors():
+            yield
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        # Python would complain once more when it closes standard output at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit from None
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
@@ -19,6 +18,7 @@ from fastweights.commands.results import (
     check_names,
     load,
     run_errors,
+    writing,
 )
 from fastweights.inference import translate as translation
 from fastweights.inference.beam import Search
@@ -55,21 +55,14 @@ def translate(
         opened = TranslationRun.open(run)
         tokenizer = opened.tokenizer()
         model, _ = load(opened, checkpoint, device)
-    try:
-        with run_errors():
-            groups = waiting_lines(sys.stdin.buffer, "standard input")
-            translations = translation.stream(model, tokenizer, groups, search, batch=batch, graph=graph)
-            for number, hypotheses in enumerate(translations, 1):
-                if n_best == 1:
-                    text = f"{hypotheses[0].text if hypotheses else ''}\n"
-                else:
-                    text = "".join(f"{number}\t{best.score:.4f}\t{best.text}\n" for best in hypotheses)
-                # As UTF-8, which is how lines are read, whatever the terminal has.
-                sys.stdout.buffer.write(text.encode())
-                sys.stdout.buffer.flush()
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except BrokenPipeError:
-        # The reader, such as `head`, has enough. Python would complain once more when it closes stdout at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit from None
+    with writing():
+        groups = waiting_lines(sys.stdin.buffer, "standard input")
+        translations = translation.stream(model, tokenizer, groups, search, batch=batch, graph=graph)
+        for number, hypotheses in enumerate(translations, 1):
+            if n_best == 1:
+                text = f"{hypotheses[0].text if hypotheses else ''}\n"
+            else:
+                text = "".join(f"{number}\t{best.score:.4f}\t{best.text}\n" for best in hypotheses)
+            # As UTF-8, which is how lines are read, whatever the terminal has.
+            sys.stdout.buffer.write(text.encode())
+            sys.stdout.buffer.flush()
