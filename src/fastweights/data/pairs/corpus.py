@@ -1,20 +1,28 @@
-"""A prepared corpus of sentence pairs, mapped from its files: what `fastweights data wmt14|parallel|numbers` wrote."""
+"""A prepared corpus of sentence pairs, mapped from its files, and batches of them.
+
+B pairs, S source and T target tokens. Any batch of any epoch can be had without those before it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fastweights.common.tables import look_up
 from fastweights.data.manifest import DataError, fingerprint, finished
-from fastweights.data.pairs.batches import Integers, PairBatch, PairBatches
 from fastweights.data.pairs.bpe import BOS, EOS, PAD, UNK, Tokenizer
 
 __all__ = ["BOS", "EOS", "PAD", "UNK", "PairBatch", "PairBatches", "ParallelCorpus", "ParallelSplit", "Tokenizer"]
+
+
+Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 class ParallelSplit:
@@ -91,6 +99,137 @@ class ParallelSplit:
     ) -> PairBatches:
         """Cut for training and evaluation: see `PairBatches`."""
         return PairBatches(self, max_tokens, seed=seed, max_length=max_length, shuffle=shuffle, pad_to=pad_to)
+
+
+class PairBatch(NamedTuple):
+    """Pairs for a model that predicts each target token from the source and the target tokens before it.
+
+    Args:
+        source: (B, S) int64, the sentence and EOS, then padding.
+        source_mask: (B, S) bool, False at padding.
+        target_in: (B, T) int64, BOS and the sentence.
+        target_out: (B, T) int64, the sentence and EOS.
+        target_mask: (B, T) bool, False at padding: what is not scored.
+    """
+
+    source: Tensor
+    source_mask: Tensor
+    target_in: Tensor
+    target_out: Tensor
+    target_mask: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Target tokens that are scored, EOS among them."""
+        return int(self.target_mask.sum())
+
+
+class PairBatches:
+    """The pairs of a split in batches whose padded source and padded target have at most `max_tokens` tokens each.
+
+    In every epoch the pairs are sorted by length, equals in a new order, cut into batches, and the batches shuffled.
+    Order and cuts follow from (seed, epoch) alone. Lengths are rounded up to a multiple of `pad_to`, and so is the
+    number of pairs rounded down where there are as many, which keeps the number of shapes small.
+
+    Args:
+        max_length: leave out pairs with a side of more tokens than this, its EOS counted.
+        shuffle: False for one and the same order by length in every epoch.
+    """
+
+    def __init__(
+        self,
+        split: ParallelSplit,
+        max_tokens: int,
+        *,
+        seed: int = 0,
+        max_length: int | None = None,
+        shuffle: bool = True,
+        pad_to: int = 8,
+    ) -> None:
+        for name, value in (("max_tokens", max_tokens), ("pad_to", pad_to), ("max_length", max_length or 1)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self.split, self.seed, self.shuffle, self.pad_to = split, seed, shuffle, pad_to
+        lengths = np.stack((split.lengths("source"), split.lengths("target"))) + 1
+        longest = lengths.max(axis=0)
+        self._kept = np.flatnonzero(longest <= (max_length or longest.max()))
+        if not len(self._kept):
+            raise ValueError(f"no pair has at most max_length = {max_length} tokens; the shortest has {longest.min()}")
+        self.left_out = len(split) - len(self._kept)
+        padded = -(-lengths[:, self._kept] // pad_to) * pad_to
+        self._keys = (padded[0], padded.max(axis=0))
+        self._cuts = self._cut(np.sort(self._keys[1]), max_tokens)
+        self._epoch, self._batches = -1, list[Integers]()
+
+    def _cut(self, costs: Integers, max_tokens: int) -> Integers:
+        """Find where batches end: costs[i] is what pair i of the sorted ones takes; the last decides for its batch."""
+        if costs[-1] > max_tokens:
+            raise ValueError(
+                f"the longest pair takes {costs[-1]} padded tokens, max_tokens is {max_tokens}; "
+                "raise it, or leave long pairs out with max_length"
+            )
+        ends, start = [0], 0
+        while start < len(costs):
+            most = costs[start : start + max_tokens // int(costs[start])]
+            rows = int(np.searchsorted(most * np.arange(1, len(most) + 1), max_tokens, side="right"))
+            if rows > self.pad_to and start + rows < len(costs):
+                rows -= rows % self.pad_to
+            start += rows
+            ends.append(start)
+        return np.array(ends)
+
+    def __len__(self) -> int:
+        """Count the batches of an epoch."""
+        return len(self._cuts) - 1
+
+    def rows(self, index: int) -> Integers:
+        """Return the numbers, in the split, of the pairs of batch `index`."""
+        if index < 0:
+            raise IndexError(f"batch must be at least 0, got {index}")
+        epoch = index // len(self) if self.shuffle else 0
+        if epoch != self._epoch:
+            self._epoch, self._batches = epoch, self._order(epoch)
+        return self._batches[index % len(self)]
+
+    def _order(self, epoch: int) -> list[Integers]:
+        draw = np.random.default_rng((self.seed, epoch))
+        ties = draw.random(len(self._kept)) if self.shuffle else np.arange(len(self._kept))
+        ranked = self._kept[np.lexsort((ties, *self._keys))]
+        batches = [ranked[start:stop] for start, stop in zip(self._cuts[:-1], self._cuts[1:], strict=True)]
+        return [batches[number] for number in draw.permutation(len(batches))] if self.shuffle else batches
+
+    def batch_at(self, index: int, rank: int = 0, world: int = 1) -> PairBatch:
+        """Return batch `index`, counted from the first of the first epoch; each rank has every `world`-th of its pairs.
+
+        All ranks' parts are padded alike. A rank for which no pair is left has one whose target does not count.
+        """
+        if not 0 <= rank < world:
+            raise ValueError(f"rank must be 0 … world - 1 = {world - 1}, got {rank}")
+        whole = self.rows(index)
+        mine = whole[rank::world]
+        pairs = mine if len(mine) else whole[:1]
+        source, source_mask = self._padded("source", whole, pairs)
+        target_out, target_mask = self._padded("target", whole, pairs)
+        target_in = np.full_like(target_out, PAD)
+        target_in[:, 0] = BOS
+        target_in[:, 1:] = np.where(target_mask[:, 1:], target_out[:, :-1], PAD)
+        if not len(mine):
+            target_mask[:] = False
+        return PairBatch(*map(torch.from_numpy, (source, source_mask, target_in, target_out, target_mask)))
+
+    def _padded(self, side: str, whole: Integers, pairs: Integers) -> tuple[Integers, np.ndarray]:
+        """Return sentences with EOS and padding (B, L) of `pairs`, and where they are not padding."""
+        lengths = self.split.lengths(side)
+        width = -(-(int(lengths[whole].max()) + 1) // self.pad_to) * self.pad_to
+        size, place = lengths[pairs][:, None], np.arange(width)
+        ids = np.full((len(pairs), width), PAD, dtype=np.int64)
+        ids[place < size] = self.split.tokens(side, pairs)
+        ids[place == size] = EOS
+        return ids, place <= size
+
+    def __iter__(self) -> Iterator[PairBatch]:
+        """Yield the first epoch."""
+        return (self.batch_at(index) for index in range(len(self)))
 
 
 @dataclass(frozen=True)
