@@ -119,7 +119,7 @@ def _shard(objective: nn.Module, mesh: DeviceMesh, task: Task) -> nn.Module:
     return objective
 
 
-def together(fabric: Fabric, function: Callable[[], Value]) -> Value:
+def on_first_process(fabric: Fabric, function: Callable[[], Value]) -> Value:
     """Return, or raise, in all processes what `function` returns or raises in the first."""
     outcome: tuple[Value | None, Exception | None] = (None, None)
     if fabric.is_global_zero:
@@ -144,7 +144,7 @@ def gather(fabric: Fabric, value: Value) -> list[Value]:
     return values or []
 
 
-def largest(fabric: Fabric, values: list[int]) -> list[int]:
+def maximum_over_processes(fabric: Fabric, values: list[int]) -> list[int]:
     """Return the greatest of each number over all processes, in all of them."""
     if fabric.world_size == 1:
         return values

@@ -55,10 +55,10 @@ class Learner:
         self._sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
         if config.graph and (reason := refusal(self.device, self.world, self._optimizer.param_groups)):
             raise ValueError(f"graph: {reason}; train without it")
-        self._captured = CapturedUpdates(self._change, self.device) if config.graph else None
+        self._captured = CapturedUpdates(self._make_update, self.device) if config.graph else None
         self._loss = self._compiled()
         # Graph replays write their results to the same place each time.
-        self._graphed = config.compile in GRAPHING_MODES and self.device.type == "cuda"
+        self._loss_is_graph = config.compile in GRAPHING_MODES and self.device.type == "cuda"
         self._meter: dict[str, Tensor] = {}
         self._broken = torch.zeros((), device=self.device, dtype=torch.float32)
         self._one = torch.ones((), device=self.device)
@@ -98,10 +98,10 @@ class Learner:
         if self._captured is not None:
             self._carry_before, self.carry = self._captured(batches, self.carry)
         else:
-            self._carry_before, self.carry = self.carry, self._change(batches, self.carry)
+            self._carry_before, self.carry = self.carry, self._make_update(batches, self.carry)
         self.step += 1
 
-    def _change(self, batches: list[Any], carry: Any, compiled: bool = True) -> Any:
+    def _make_update(self, batches: list[Any], carry: Any, compiled: bool = True) -> Any:
         """Do everything of an update that happens on the device; return what is carried on."""
         self._wrapped_optimizer.zero_grad(set_to_none=True)
         totals: dict[str, Tensor] = {}
@@ -109,7 +109,7 @@ class Learner:
             with self._synchronised(part == len(batches) - 1):
                 outcome, tokens, carry = self._forward(batch, carry, compiled)
                 self.fabric.backward(outcome.loss * tokens if self._weighted else outcome.loss)
-            if self._graphed and part == 0 and len(batches) > 1:
+            if self._loss_is_graph and part == 0 and len(batches) > 1:
                 self._own_gradients()
             for name, value in {"loss": outcome.loss, **outcome.metrics}.items():
                 scalar = tokens if name == "tokens" else self._scalar(value).detach() * tokens
@@ -153,10 +153,10 @@ class Learner:
 
     def _forward(self, batch: Any, carry: Any, compiled: bool) -> tuple[LossOutcome, Tensor, Any]:
         """Return the outcome, its number of tokens, and what it carries on, cut off from it."""
-        if self._graphed:
+        if self._loss_is_graph:
             torch.compiler.cudagraph_mark_step_begin()
         outcome = LossOutcome(*self.call(self._loss, batch, carry, compiled=compiled))
-        keep = (lambda tensor: tensor.detach().clone()) if self._graphed else Tensor.detach
+        keep = (lambda tensor: tensor.detach().clone()) if self._loss_is_graph else Tensor.detach
         tokens = keep(self._scalar(outcome.metrics.get("tokens", 1))).float()
         return outcome, tokens, map_tensors(keep, outcome.carry)
 
@@ -235,7 +235,7 @@ class Learner:
         self.step = training["step"]
         if self._captured is not None:
             # Captures know the optimiser's memory as it was.
-            self._captured = CapturedUpdates(self._change, self.device)
+            self._captured = CapturedUpdates(self._make_update, self.device)
         self._meter = unpack(training["meter"], self.device)
         if len(processes) == self.world:
             self.carry = unpack(processes[self.rank]["carry"], self.device)

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from fastweights.training.engine.config import TrainingConfig
 from fastweights.training.engine.diagnosis import Diverged, examine
-from fastweights.training.engine.distributed import largest, launch, together
+from fastweights.training.engine.distributed import launch, maximum_over_processes, on_first_process
 from fastweights.training.engine.learner import Learner
 from fastweights.training.engine.optim import learning_rate
 from fastweights.training.engine.task import Task
@@ -95,19 +95,21 @@ def train(
         return newest[0].folder if newest else None
 
     try:
-        source = together(fabric, prepare)
+        source = on_first_process(fabric, prepare)
         learner = Learner(fabric, task, config)
         trainer = _Trainer(fabric, task, config, learner, store, log)
         if source is not None:
             trainer.restore(source)
         with log, Signals() as signals:
-            together(fabric, lambda: log.open(out, config, task.describe(), learner.step, watch))
-            return trainer.go(signals, minutes)
+            on_first_process(fabric, lambda: log.open(out, config, task.describe(), learner.step, watch))
+            return trainer.run(signals, minutes)
     finally:
         folder.close()
 
 
 class _Trainer:
+    """Makes updates until the end, with log, validations and checkpoints between them."""
+
     def __init__(
         self, fabric: Fabric, task: Task, config: TrainingConfig, learner: Learner, store: CheckpointStore, log: RunLog
     ) -> None:
@@ -115,9 +117,9 @@ class _Trainer:
         self.learner, self.store, self.log = learner, store, log
         self.wall_before = 0.0
         self.start = self.saved_at = self.logged_at = time.monotonic()
-        self.aside = 0.0
+        self.paused_s = 0.0
         self.tokens = 0.0
-        self.tokens_of_before = 0.0
+        self.tokens_before_resume = 0.0
         self.validation: dict[str, float] = {}
         self.validated = -1
         self.saved: Path | None = None
@@ -131,13 +133,13 @@ class _Trainer:
         self.wall_before, self.tokens = totals["wall_s"], totals["tokens"]
         self.validation, self.validated = totals["validation"], totals["validated"]
         self.saved, self.saved_step = source, self.learner.step
-        self.tokens_of_before = self.learner.unread_tokens()
+        self.tokens_before_resume = self.learner.unread_tokens()
 
     @property
     def wall(self) -> float:
         return self.wall_before + time.monotonic() - self.start
 
-    def go(self, signals: Signals, minutes: float | None) -> Result:
+    def run(self, signals: Signals, minutes: float | None) -> Result:
         learner, config = self.learner, self.config
         event = {"event": "resumed" if learner.step else "started", "processes": self.fabric.world_size}
         self.log.write("event", learner.step, **event, device=str(self.fabric.device), time=time.time())
@@ -168,10 +170,14 @@ class _Trainer:
                 self.log.say(f"{minutes:g} minutes are over at step {step}; the same command resumes from there")
                 break
         assert self.saved is not None
-        best = together(self.fabric, self.store.best_scores)
-        finished = learner.step == config.steps
-        values = {"step": learner.step, "finished": finished, "validation": self.validation, "best": best}
-        return Result(**values, checkpoint=self.saved, wall_s=self.wall)  # type: ignore[arg-type]
+        return Result(
+            step=learner.step,
+            finished=learner.step == config.steps,
+            validation=self.validation,
+            best=on_first_process(self.fabric, self.store.best_scores),
+            checkpoint=self.saved,
+            wall_s=self.wall,
+        )
 
     def due(self, every: int | None, last: bool) -> bool:
         return last or (every is not None and self.learner.step % every == 0)
@@ -185,7 +191,7 @@ class _Trainer:
         minutes = config.checkpoint_minutes
         due = due or (minutes is not None and now - self.saved_at >= 60 * minutes)
         asked = [signals.received, int(due), int(deadline is not None and now >= deadline)]
-        stop, save, over = largest(self.fabric, asked)
+        stop, save, over = maximum_over_processes(self.fabric, asked)
         return stop, save, over
 
     def check(self) -> None:
@@ -201,12 +207,12 @@ class _Trainer:
     def write_log(self) -> None:
         values = self.learner.read()
         now = time.monotonic()
-        spent = max(now - self.logged_at - self.aside, 1e-9)
-        self.logged_at, self.aside = now, 0.0
+        spent = max(now - self.logged_at - self.paused_s, 1e-9)
+        self.logged_at, self.paused_s = now, 0.0
         tokens = values.pop("tokens")
         values.pop("steps")
-        speed = (tokens - self.tokens_of_before) / spent
-        self.tokens_of_before = 0.0
+        speed = (tokens - self.tokens_before_resume) / spent
+        self.tokens_before_resume = 0.0
         self.tokens += tokens
         self.log.write(
             "train",
@@ -224,7 +230,7 @@ class _Trainer:
         begin = time.monotonic()
         measured = self.learner.validate()
         # Processes may differ in the last digit, and must agree on what is best.
-        scores = together(self.fabric, lambda: measured)
+        scores = on_first_process(self.fabric, lambda: measured)
         self.validation, self.validated = scores, self.learner.step
         if scores:
             score = self.task.score
@@ -232,12 +238,12 @@ class _Trainer:
                 raise ValueError(
                     f"validation must give {score.name!r}, by which checkpoints are compared; got {scores}"
                 )
-            known = together(self.fabric, self.store.best_scores)
+            known = on_first_process(self.fabric, self.store.best_scores)
             best = score.beats(scores[score.name], known.get(score.name))
             self.log.write("valid", self.learner.step, **scores, best=best, wall_s=self.wall)
             if best:
                 self.write(Contents(self.learner.weights(), None), scores, final=False)
-        self.aside += time.monotonic() - begin
+        self.paused_s += time.monotonic() - begin
 
     def save(self, final: bool) -> None:
         """Save a checkpoint, unless this step has one."""
@@ -257,7 +263,7 @@ class _Trainer:
         if target is not None:
             self.saved, self.saved_step = target, self.learner.step
         self.saved_at = time.monotonic()
-        self.aside += self.saved_at - begin
+        self.paused_s += self.saved_at - begin
 
     def write(self, contents: Contents, scores: dict[str, float], final: bool) -> Path | None:
         step = self.learner.step
@@ -268,7 +274,7 @@ class _Trainer:
             except OSError as error:
                 return None, f"the checkpoint of step {step} could not be written ({error.strerror or error})"
 
-        target, failure = together(self.fabric, attempt)
+        target, failure = on_first_process(self.fabric, attempt)
         if failure:
             before = f"the last good one is {self.saved}" if self.saved else "there is none before it"
             if final:
