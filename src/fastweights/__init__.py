@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fastweights.feature_maps import FeatureMap as FeatureMap
     from fastweights.feature_maps import feature_map as feature_map
     from fastweights.feature_maps import list_feature_maps as list_feature_maps
+    from fastweights.feature_maps import register_feature_map as register_feature_map
     from fastweights.inference.stream import Stream as Stream
     from fastweights.layers.fast_weight import FastWeightAttention as FastWeightAttention
     from fastweights.layers.relative import RelativeAttention as RelativeAttention
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
     from fastweights.models.translation import TranslationModel as TranslationModel
     from fastweights.models.translation_config import TranslationModelConfig as TranslationModelConfig
     from fastweights.ops.backends import list_backends as list_backends
+    from fastweights.ops.backends import register_backend as register_backend
     from fastweights.ops.linear_attention import linear_attention as linear_attention
     from fastweights.ops.memory import fast_weight_memory as fast_weight_memory
     from fastweights.ops.normalization import l2_normalize as l2_normalize
     from fastweights.ops.normalization import sum_normalize as sum_normalize
+    from fastweights.ops.rules import Gate as Gate
     from fastweights.ops.rules import list_rules as list_rules
+    from fastweights.ops.rules import register_rule as register_rule
     from fastweights.ops.rules import update_rule as update_rule
     from fastweights.ops.state import FastWeightState as FastWeightState
 
@@ -33,6 +37,7 @@ _HOMES = {
     "FastWeightAttention": "layers.fast_weight",
     "FastWeightState": "ops.state",
     "FeatureMap": "feature_maps",
+    "Gate": "ops.rules",
     "LanguageModel": "models.language_model",
     "LanguageModelConfig": "models.language_model",
     "RelativeAttention": "layers.relative",
@@ -47,6 +52,9 @@ _HOMES = {
     "list_backends": "ops.backends",
     "list_feature_maps": "feature_maps",
     "list_rules": "ops.rules",
+    "register_backend": "ops.backends",
+    "register_feature_map": "feature_maps",
+    "register_rule": "ops.rules",
     "sum_normalize": "ops.normalization",
     "update_rule": "ops.rules",
 }

@@ -2,14 +2,15 @@
 
 A map is a module: `phi(x)` maps (..., d_key) to (..., dim), and `phi(q, k)` maps both. Only FAVOR+ can tell the
 difference: it draws new random features for each call in training, and queries and keys must share them. To add a map,
-add a class here.
+decorate a class with `register_feature_map`, here or in a module of your own. A map that kernels can compute from raw
+heads says under which name they know it (`kernel`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeVar, overload
+from typing import ClassVar, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,12 @@ from fastweights.ops import features
 
 
 class FeatureMap(nn.Module):
-    """Base of the maps: subclasses set `dim` and write `map`."""
+    """Base of the maps: subclasses set `dim` and write `map`.
+
+    `kernel` is the name under which kernels know the map, one of `ops.features.MAPS`; None if they do not.
+    """
+
+    kernel: ClassVar[str | None] = None
 
     def __init__(self, d_key: int) -> None:
         super().__init__()
@@ -64,8 +70,12 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {}
 Map = TypeVar("Map", bound=type[FeatureMap])
 
 
-def _feature_map(name: str) -> Callable[[Map], Map]:
+def register_feature_map(name: str) -> Callable[[Map], Map]:
+    """Enter the decorated subclass of `FeatureMap` under `name`, for every layer and command."""
+
     def enter(cls: Map) -> Map:
+        if name in FEATURE_MAPS:
+            raise ValueError(f"there is a feature map {name!r} already; choose another name")
         FEATURE_MAPS[name] = cls
         return cls
 
@@ -73,7 +83,7 @@ def _feature_map(name: str) -> Callable[[Map], Map]:
 
 
 def feature_map(name: str | FeatureMap, d_key: int | None = None, **options: object) -> FeatureMap:
-    """The map of that name: `feature_map("dpfp", d_key=64, nu=2)`; `list_feature_maps()` shows the names."""
+    """Return the map of that name: `feature_map("dpfp", d_key=64, nu=2)`; `list_feature_maps()` shows the names."""
     if isinstance(name, FeatureMap):
         if options or d_key not in (None, name.d_key):
             raise ValueError(
@@ -88,27 +98,31 @@ def feature_map(name: str | FeatureMap, d_key: int | None = None, **options: obj
 
 
 def list_feature_maps() -> dict[str, str]:
-    """Name and one-line description of every feature map."""
+    """Return name and one-line description of every feature map."""
     return {name: (cls.__doc__ or "").splitlines()[0] for name, cls in FEATURE_MAPS.items()}
 
 
-@_feature_map("elu")
+@register_feature_map("elu")
 class ELU(FeatureMap):
     """ELU(x) + 1, positive [Eq. 30, Katharopoulos et al. 2020]; dim = d_key."""
+
+    kernel = "elu"
 
     def map(self, x: Tensor) -> Tensor:
         return features.elu(x)
 
 
-@_feature_map("relu")
+@register_feature_map("relu")
 class ReLU(FeatureMap):
     """max(0, x); dim = d_key."""
+
+    kernel = "relu"
 
     def map(self, x: Tensor) -> Tensor:
         return features.relu(x)
 
 
-@_feature_map("silu")
+@register_feature_map("silu")
 class SiLU(FeatureMap):
     """x sigmoid(x), signed: goes with L2 normalisation [Yang et al. 2024]; dim = d_key."""
 
@@ -116,7 +130,7 @@ class SiLU(FeatureMap):
         return F.silu(x)
 
 
-@_feature_map("tanh")
+@register_feature_map("tanh")
 class Tanh(FeatureMap):
     """tanh(x), signed [Schlag et al. 2021]; dim = d_key."""
 
@@ -124,7 +138,7 @@ class Tanh(FeatureMap):
         return x.tanh()
 
 
-@_feature_map("identity")
+@register_feature_map("identity")
 class Identity(FeatureMap):
     """x itself [Sec. 3.1]; dim = d_key."""
 
@@ -132,7 +146,7 @@ class Identity(FeatureMap):
         return x
 
 
-@_feature_map("dpfp")
+@register_feature_map("dpfp")
 class DPFP(FeatureMap):
     """Products of rectified entries nu apart, sparse and without sampling [Eq. 37, Listing 1]; dim = 2 d_key nu.
 
@@ -141,6 +155,8 @@ class DPFP(FeatureMap):
         r = cat([relu(x), relu(-x)], -1)
         cat([r * r.roll(j, -1) for j in range(1, nu + 1)], -1)
     """
+
+    kernel = "dpfp"
 
     def __init__(self, d_key: int, nu: int = 1) -> None:
         super().__init__(d_key)
@@ -172,7 +188,7 @@ def gram_schmidt(x: Tensor) -> Tensor:
     return x
 
 
-@_feature_map("favor")
+@register_feature_map("favor")
 class FAVOR(FeatureMap):
     """Positive random features whose dot product estimates exp(q·k) [Eqs. 31-32, Choromanski et al. 2021]; dim = 2 m.
 

@@ -8,13 +8,13 @@ import torch
 from fastweights.benchmarks import lm
 from fastweights.layers.adaptive import AdaptiveSoftmax
 from fastweights.layers.feedforward import FeedForward
-from fastweights.ops import self_check
+from fastweights.ops.gpu import self_check
 from fastweights.ops.gpu.adaptive_softmax import self_check as adaptive
 from fastweights.ops.gpu.feedforward import self_check as feedforward
 from fastweights.ops.gpu.label_smoothing import self_check as smoothing
 from fastweights.ops.gpu.label_smoothing.launch import BLOCK
+from fastweights.ops.gpu.self_check import LIMITS
 from fastweights.ops.losses.label_smoothing import smoothed_nll
-from fastweights.ops.self_check import LIMITS
 from tests.ops.calls import linear_attention_errors
 
 pytestmark = [

@@ -7,8 +7,7 @@ import torch
 
 from fastweights.layers.adaptive import AdaptiveSoftmax
 from fastweights.layers.feedforward import FeedForward
-from fastweights.ops import self_check
-from fastweights.ops.gpu import device
+from fastweights.ops.gpu import device, self_check
 from fastweights.ops.gpu.adaptive_softmax import self_check as adaptive
 from fastweights.ops.gpu.feedforward import self_check as feedforward
 from fastweights.ops.gpu.label_smoothing import self_check as smoothing

@@ -5,8 +5,8 @@ import torch
 
 from fastweights.ops.gpu.label_smoothing import launch
 from fastweights.ops.gpu.label_smoothing.self_check import compare, refuses
+from fastweights.ops.gpu.self_check import LIMITS
 from fastweights.ops.losses.label_smoothing import dense_nll, smoothed_nll
-from fastweights.ops.self_check import LIMITS
 from tests.layers.kernels import fits_hopper, record
 from tests.ops.interpreted import inside, outside
 

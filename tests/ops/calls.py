@@ -8,6 +8,7 @@ import fastweights as fw
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.rules import RULES
+from fastweights.ops.spec import Refusal, Spec
 from fastweights.ops.state import FastWeightState
 
 FAMILY = [name for name, rule in RULES.items() if rule.coefficients is not None]
@@ -83,7 +84,7 @@ def random_call(rule, normalization=None, B=2, T=7, H=2, D=5, M=3, dtype=torch.f
 
     q, k = uniform(B, T, H, D), uniform(B, T, H, D) ** 2
     gates = {}
-    for name in RULES[rule].gates:
+    for name in RULES[rule].gate_names:
         gate = uniform(B, T, H)
         gates[name] = torch.where(uniform(B, T, H) < 0.1, gate.round(), gate)
     if normalization and "decay" in gates:
@@ -92,6 +93,12 @@ def random_call(rule, normalization=None, B=2, T=7, H=2, D=5, M=3, dtype=torch.f
     state = (uniform(B, H, D, M) - 0.5, uniform(B, H, D))[: 2 if normalization else 1]
     call = Call(rule, q / q.sum(-1, keepdim=True), k / k.sum(-1, keepdim=True), uniform(B, T, H, M) - 0.5, gates, state)
     return call.to(dtype)
+
+
+def refusal(backend, inputs):
+    """Why the backend does not run the call; None if it does."""
+    answer = backend.prepare(Spec.of(inputs))
+    return answer.reason if isinstance(answer, Refusal) else None
 
 
 def gradients(outputs, inputs, seed=1, exact_in=torch.float64):

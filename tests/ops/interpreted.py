@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from fastweights.ops.gpu.memory.variants import FusedWalk, SplitWalk, Variant
+from fastweights.ops.eager import is_eager
+from fastweights.ops.features import PLAIN
+from fastweights.ops.gpu.memory.autograd import Walk
+from fastweights.ops.gpu.memory.kinds import Kind
+from fastweights.ops.gpu.memory.variants import FusedWalk, SplitWalk, Variant, configuration, may_go_by_token
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
@@ -24,6 +28,18 @@ def rerun(*files: str | Path) -> None:
     run = subprocess.run(command, env=environment, cwd=Path(files[0]).parents[2], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert "passed" in run.stdout
+
+
+def recurrence(q, k, v, a, e, w, W, cu_seqlens, dtype, features=PLAIN, config=None):
+    """The recurrence on the kernels of a variant, or of the shipped one, as `ops.family.Recurrence` has it."""
+    tied = e is not None and e is w
+    if config is None:
+        H, D, M = q.shape[2], features.size(q.shape[3]), v.shape[3]
+        N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+        by_token = may_go_by_token(a is not None, H, D, M)
+        config = configuration(D, M, q.dtype, N * H, q.shape[1], features, by_token)
+    kind = Kind.of(q, v, (a, e, None if tied else w), tied, cu_seqlens, config, features)
+    return Walk(kind, is_eager(q, k, v, a, e, w, W, cu_seqlens))(q, k, v, a, e, w, W, cu_seqlens, dtype)
 
 
 def as_fused(row: SplitWalk) -> FusedWalk:

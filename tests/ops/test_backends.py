@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fastweights.ops.backends import BACKENDS, select
-from fastweights.ops.problem import Problem
+from fastweights.ops.backends import BACKENDS, choose
 from fastweights.ops.rules import RULES
+from fastweights.ops.spec import Inputs, Spec
 from tests.ops.calls import FAMILY, NORMALIZATIONS, PAIRS, gradients, random_call, relative_error
 
 SHAPES = [  # B, T, H, D, M
@@ -73,26 +73,26 @@ def test_step_functions_obey_the_family():
         torch.testing.assert_close(call.run()[1][0, 0], expected)
 
 
-def problem(rule="delta", T=4):
+def spec(rule="delta", T=4):
     call = random_call(rule, T=T)
-    return Problem(RULES[rule], call.q, call.k, call.v, call.gates, *call.state)
+    return Spec.of(Inputs(RULES[rule], call.q, call.k, call.v, call.gates, *call.state))
 
 
 def test_auto_takes_the_first_that_can():
-    assert select(problem()).name == next(name for name in BACKENDS if not BACKENDS[name].unavailable())
-    assert select(problem("schlag2021")).name == "reference"
-    assert select(problem(T=1)).name == "reference"
+    assert choose(spec())[0].name == next(name for name in BACKENDS if not BACKENDS[name].unavailable())
+    assert choose(spec("schlag2021"))[0].name == "reference"
+    assert choose(spec(T=1))[0].name == "reference"
 
 
 def test_environment_overrides_auto(monkeypatch):
     monkeypatch.setenv("FASTWEIGHTS_BACKEND", "reference")
-    assert select(problem()).name == "reference"
-    assert select(problem(), "chunked").name == "chunked"
+    assert choose(spec())[0].name == "reference"
+    assert choose(spec(), "chunked")[0].name == "chunked"
 
 
 def test_a_backend_asked_for_by_name_is_never_replaced(monkeypatch):
     with pytest.raises(ValueError, match=r"'chunked' cannot run this call: rule 'schlag2021' .*these can: reference"):
-        select(problem("schlag2021"), "chunked")
+        choose(spec("schlag2021"), "chunked")
     monkeypatch.setenv("FASTWEIGHTS_BACKEND", "chunked")
     with pytest.raises(ValueError, match="outside the family"):
-        select(problem("fwp1991"))
+        choose(spec("fwp1991"))

@@ -69,7 +69,7 @@ def independent(rule, normalization, form, tensor, value):
     return [(a == b).all(-1) for a, b in zip(clean(rule, normalization, form, "reference"), spoilt, strict=True)]
 
 
-CASES = [(rule, tensor) for rule in FAMILY for tensor in ("q", "k", "v", *RULES[rule].gates)]
+CASES = [(rule, tensor) for rule in FAMILY for tensor in ("q", "k", "v", *RULES[rule].gate_names)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -91,7 +91,7 @@ def test_what_does_not_depend_on_a_token_keeps_every_bit(rule, tensor, normaliza
 def test_outputs_by_the_definition(rule, form):
     """Tokens before it, of other rows, heads and texts; and the states of other rows, heads and texts."""
     for backend in ["reference", *EXACT] if rule in FAMILY else ["reference"]:
-        for tensor in ("q", "k", "v", *RULES[rule].gates):
+        for tensor in ("q", "k", "v", *RULES[rule].gate_names):
             call, options = call_of(rule, None, form)
             y, W = call.run(backend, **options)
             spoil(call, tensor, "nan")

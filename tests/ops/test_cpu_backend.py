@@ -14,9 +14,9 @@ from torch.autograd import gradcheck
 from fastweights.ops import family
 from fastweights.ops.cpu import backend as cpu
 from fastweights.ops.cpu import build
-from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
-from tests.ops.calls import FAMILY, NORMALIZATIONS, gradients, random_call, relative_error
+from fastweights.ops.spec import Inputs
+from tests.ops.calls import FAMILY, NORMALIZATIONS, gradients, random_call, refusal, relative_error
 
 CACHES = (build.library, build._failure, build._unavailable)
 
@@ -48,8 +48,8 @@ def compiler(tmp_path, monkeypatch, forgotten):
 
 def run(call, cu_seqlens=None):
     """[y, W] or [y, W, z] of a call, by the C++."""
-    problem = Problem(RULES[call.rule], call.q, call.k, call.v, call.gates, *call.state)
-    return [x for x in cpu.BACKEND.run(replace(problem, cu_seqlens=cu_seqlens)) if x is not None]
+    problem = Inputs(RULES[call.rule], call.q, call.k, call.v, call.gates, *call.state)
+    return [x for x in family.run(replace(problem, cu_seqlens=cu_seqlens), cpu.recurrence) if x is not None]
 
 
 def everything(call, cu_seqlens=None):
@@ -174,11 +174,11 @@ def op_inputs(rule, packed, grad):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("rule", FAMILY)
 def test_opcheck(rule, packed):
-    torch.library.opcheck(cpu.op, op_inputs(rule, packed, grad=True))
+    torch.library.opcheck(cpu.OPERATOR.op, op_inputs(rule, packed, grad=True))
     inputs = op_inputs(rule, packed, grad=False)
     y, W, before = cpu.forward(*inputs)
     for dW in (W, None):
-        torch.library.opcheck(cpu.backward_op, (y, dW, *inputs[:6], before, inputs[7], 4))
+        torch.library.opcheck(cpu.OPERATOR.backward_op, (y, dW, *inputs[:6], before, inputs[7], 4))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -188,9 +188,9 @@ def test_compiles_without_graph_breaks(packed):
 
     def function(*inputs):
         moved = call.with_inputs(inputs)
-        problem = Problem(RULES[call.rule], moved.q, moved.k, moved.v, moved.gates, *moved.state, cu_seqlens=bounds)
+        problem = Inputs(RULES[call.rule], moved.q, moved.k, moved.v, moved.gates, *moved.state, cu_seqlens=bounds)
         assert cpu.BACKEND.unavailable() is None
-        assert cpu.BACKEND.refuses(problem) is None
+        assert refusal(cpu.BACKEND, problem) is None
         return family.run(problem, cpu.recurrence)
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*call.inputs())
@@ -211,14 +211,14 @@ def test_no_second_backward():
 
 def problem(rule="delta"):
     call = random_call(rule)
-    return Problem(RULES[rule], call.q, call.k, call.v, call.gates, *call.state)
+    return Inputs(RULES[rule], call.q, call.k, call.v, call.gates, *call.state)
 
 
 def test_what_it_refuses():
-    assert cpu.BACKEND.refuses(problem()) is None
-    assert "outside the family" in cpu.BACKEND.refuses(problem("fwp1991"))
+    assert refusal(cpu.BACKEND, problem()) is None
+    assert "outside the family" in refusal(cpu.BACKEND, problem("fwp1991"))
     elsewhere = replace(problem(), q=torch.empty(2, 7, 2, 5, device="meta"))
-    assert "the tensors are on meta" in cpu.BACKEND.refuses(elsewhere)
+    assert "the tensors are on meta" in refusal(cpu.BACKEND, elsewhere)
 
 
 @pytest.mark.parametrize(
@@ -309,10 +309,10 @@ def broken_compiler(tmp_path, monkeypatch, forgotten):
 
 def test_a_build_that_fails_is_said_once_and_refused(broken_compiler):
     with pytest.warns(UserWarning, match="no such flag") as warned:
-        reason = cpu.BACKEND.refuses(problem())
+        reason = refusal(cpu.BACKEND, problem())
     assert len(warned) == 1
     assert "could not be built" in reason
-    assert cpu.BACKEND.refuses(problem()) == reason
+    assert refusal(cpu.BACKEND, problem()) == reason
 
 
 @pytest.mark.parametrize(("patience", "lines"), [(0.1, 1), (60.0, 0)])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fastweights.benchmarks import kernel_checks, kernel_layers
-from fastweights.ops import self_check
 from fastweights.ops.features import Features
+from fastweights.ops.gpu import self_check
 from fastweights.ops.gpu.memory.self_check import SOURCE
 from tests.ops.calls import FAMILY, NORMALIZATIONS, gradients, random_call, relative_error
 

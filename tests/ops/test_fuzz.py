@@ -104,7 +104,7 @@ class RandomCall:
         # The length of a key is about 1.
         long = 1 if self.features.sum else d**-0.5
         self.tensors = {"q": raw(B, T, H, d) * long, "k": raw(B, T, H, d) * long, "v": torch.randn(B, T, H, M)}
-        for gate in RULES[self.rule].gates:
+        for gate in RULES[self.rule].gate_names:
             x = torch.rand(B, T, H) * 0.9 + (0.1 if gate == "decay" else 0)
             self.tensors[gate] = x.logit() if self.features.logits else x
         gate_dtype = draw.choice([self.dtype, wide])
@@ -146,7 +146,7 @@ class RandomCall:
         """Return the same by the loop, in float64 from the same inputs."""
         x = {key: tensor.double().requires_grad_() for key, tensor in self.tensors.items()}
         q, k = (phi(x[key], self.features) for key in ("q", "k"))
-        gates = {key: x[key].sigmoid() if self.features.logits else x[key] for key in RULES[self.rule].gates}
+        gates = {key: x[key].sigmoid() if self.features.logits else x[key] for key in RULES[self.rule].gate_names}
         W = x["W"] if "W" in x else torch.zeros(self.state_shape, dtype=torch.float64)
         z = x["z"] if "z" in x else W.new_zeros(W.shape[:3]) if self.normalization else None
         bounds = [0, q.shape[1]] if self.bounds is None else self.bounds

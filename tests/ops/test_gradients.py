@@ -18,7 +18,7 @@ def as_function(call, backend):
 @pytest.mark.parametrize(("rule", "backend"), PAIRS)
 def test_gradcheck(rule, backend, normalization, monkeypatch):
     # Chunks of three, so that seven steps meet two boundaries and a short last chunk.
-    monkeypatch.setattr(chunked, "chunk_length", lambda D, M: 3)
+    monkeypatch.setattr(chunked.OPERATOR, "chunk_length", lambda D, M: 3)
     call = random_call(rule, normalization, B=2, T=7, H=1, D=3, M=2).requiring_grad()
     assert gradcheck(as_function(call, backend), call.inputs())
 
@@ -40,7 +40,7 @@ def test_identity_sigma_of_1991_is_the_sum_rule():
 
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
 def test_packed_gradcheck(backend, monkeypatch):
-    monkeypatch.setattr(chunked, "chunk_length", lambda D, M: 3)
+    monkeypatch.setattr(chunked.OPERATOR, "chunk_length", lambda D, M: 3)
     call = random_call("gated_delta", "attention", B=1, T=9, H=2, D=3, M=2)
     start = random_call("gated_delta", "attention", B=3, H=2, D=3, M=2, seed=5)
     call.state = start.state

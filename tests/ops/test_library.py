@@ -6,7 +6,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing import spawn
 
 import fastweights as fw
-from fastweights.ops.chunked import chunked, chunked_backward
+from fastweights.ops.chunked import OPERATOR
 from tests.ops.calls import FAMILY, gradients, random_call, relative_error
 
 
@@ -24,10 +24,10 @@ def op_inputs(rule, packed, dtype=torch.float32, grad=False):
 @pytest.mark.parametrize("rule", FAMILY)
 def test_opcheck(rule, packed):
     inputs = op_inputs(rule, packed, grad=True)
-    torch.library.opcheck(chunked, inputs)
-    y, W, before = chunked(*(x.detach() if isinstance(x, torch.Tensor) else x for x in inputs))
+    torch.library.opcheck(OPERATOR.op, inputs)
+    y, W, before = OPERATOR.op(*(x.detach() if isinstance(x, torch.Tensor) else x for x in inputs))
     q, k, v, a, e, w = (x if x is None else x.detach() for x in inputs[:6])
-    torch.library.opcheck(chunked_backward, (y, W, q, k, v, a, e, w, before, inputs[7], 4))
+    torch.library.opcheck(OPERATOR.backward_op, (y, W, q, k, v, a, e, w, before, inputs[7], 4))
 
 
 @pytest.mark.parametrize("packed", [False, True])

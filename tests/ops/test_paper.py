@@ -12,7 +12,7 @@ BACKENDS = sorted({backend for _, backend in PAIRS})
 def write(keys, values, rule, beta=1.0, state=None, backend="auto"):
     """The memory after writing rows of `values` under rows of `keys`, as a function that reads it."""
     k, v = keys[None, :, None], values[None, :, None]
-    gates = {"beta": torch.full(k.shape[:3], beta, dtype=k.dtype)} if "beta" in fw.update_rule(rule).gates else {}
+    gates = {"beta": torch.full(k.shape[:3], beta, dtype=k.dtype)} if "beta" in fw.update_rule(rule).gate_names else {}
     _, state = fw.fast_weight_memory(k, k, v, rule=rule, state=state, backend=backend, **gates)
     return state, lambda queries: queries @ state.W[0, 0]
 

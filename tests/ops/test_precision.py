@@ -10,8 +10,8 @@ import fastweights as fw
 from fastweights.ops import family
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory.variants import TABLE
-from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
+from fastweights.ops.spec import Inputs
 from tests.ops import emulated_kernels
 from tests.ops.calls import (
     FAMILY,
@@ -104,7 +104,7 @@ def test_queries_keep_their_gradients_where_values_have_a_mean(mean):
     W, z = torch.zeros(4, 2, 16, 16), torch.zeros(4, 2, 16)
     ours = [x.requires_grad_() for x in (q, k, v)]
     exact = [x.detach().double().requires_grad_() for x in ours]
-    y, *state = family.run(Problem(RULES["sum"], *ours, {}, W, z), recurrence_in_16_bits)
+    y, *state = family.run(Inputs(RULES["sum"], *ours, {}, W, z), recurrence_in_16_bits)
     want, wanted = fw.fast_weight_memory(*exact, rule="sum", normalization="attention", backend="reference")
     pairs = [(y, want), *zip(state, wanted.tensors().values(), strict=True)]
     pairs += zip(torch.autograd.grad(y, ours, dy), torch.autograd.grad(want, exact, dy.double()), strict=True)
@@ -114,7 +114,7 @@ def test_queries_keep_their_gradients_where_values_have_a_mean(mean):
 
 def in_kernels(call):
     """Outputs of a call as the kernels round them."""
-    problem = Problem(RULES[call.rule], call.q, call.k, call.v, call.gates, *call.state)
+    problem = Inputs(RULES[call.rule], call.q, call.k, call.v, call.gates, *call.state)
     return [x for x in family.run(problem, emulated_kernels.recurrence) if x is not None]
 
 
@@ -164,7 +164,7 @@ def test_one_token_in_16_bits(rule, normalization):
 def test_what_is_no_number_does_not_reach_tokens_before_it():
     q, k, v = torch.rand(3, 1, 20, 1, 4).bfloat16()
     v[0, 18, 0, 1] = torch.inf
-    problem = Problem(RULES["sum"], q, k, v, {}, torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4))
+    problem = Inputs(RULES["sum"], q, k, v, {}, torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4))
     y = family.run(problem, recurrence_in_16_bits)[0]
     assert y[:, :18].isfinite().all() and not y[:, 18:, :, 1].isfinite().any()
 
@@ -176,7 +176,7 @@ def test_a_value_that_stands_out_does_not_cost_those_before_it_their_digits(T, h
     q, k, v = torch.rand(2, T, 2, 8).bfloat16(), torch.rand(2, T, 2, 8).bfloat16(), torch.randn(2, T, 2, 8).bfloat16()
     v[:, -1] = height
     W, z = torch.zeros(2, 2, 8, 8), torch.zeros(2, 2, 8)
-    y = family.run(Problem(RULES["sum"], q, k, v, {}, W, z), recurrence_in_16_bits)[0]
+    y = family.run(Inputs(RULES["sum"], q, k, v, {}, W, z), recurrence_in_16_bits)[0]
     exact = [x.double() for x in (q, k, v)]
     want, _ = fw.fast_weight_memory(*exact, rule="sum", normalization="attention", backend="reference")
     assert (y[:, :-1].double() - want[:, :-1]).norm() < 1e-2 * want[:, :-1].norm()

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastweights.ops import chunked, family, self_check
-from fastweights.ops.backends import BACKENDS, select
+from fastweights.ops import chunked, family
+from fastweights.ops.backends import BACKENDS, choose
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.gpu import memory as triton
-from fastweights.ops.gpu.memory import autograd
+from fastweights.ops.gpu import self_check
 from fastweights.ops.gpu.memory import self_check as memory_check
 from fastweights.ops.gpu.memory.kinds import Kind
 from fastweights.ops.gpu.memory.variants import (
@@ -38,8 +38,8 @@ from fastweights.ops.gpu.memory.variants import (
     power_of_two,
     to_integers,
 )
-from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
+from fastweights.ops.spec import Inputs, Spec
 from tests.ops.calls import FAMILY, random_call
 
 CPU = torch.device("cpu")
@@ -89,7 +89,6 @@ def checked(monkeypatch, tmp_path):
 def forget(monkeypatch):
     """What a new process knows."""
     monkeypatch.setattr(self_check, "_reasons", {})
-    monkeypatch.setattr(triton, "_decided", {})
     self_check._verdicts.cache_clear()
 
 
@@ -149,13 +148,12 @@ def test_where_walks_token_by_token_are_wrong_those_by_chunks_stand_in(checked, 
 
     monkeypatch.setattr(memory_check, "refusal", refusal)
     call = random_call("delta", None, T=3, M=3).to(torch.float32)
-    problem = Problem(RULES["delta"], call.q, call.k, call.v, call.gates, *(x.float() for x in call.state))
-    assert triton._unproven(problem) is None
-    assert asked == [RecurrentWalk, FusedWalk]
+    problem = Inputs(RULES["delta"], call.q, call.k, call.v, call.gates, *(x.float() for x in call.state))
+    spec = Spec.of(problem)
+    (part,) = family.parts(spec)
     # What runs is what was found to be right.
-    gates = (None, problem.gates["beta"], None)
-    variant = autograd._variant(problem.q, problem.v, gates, True, 2, None, PLAIN)
-    assert isinstance(variant, FusedWalk) and asked[2:] == [RecurrentWalk]
+    assert isinstance(triton._walk(spec, part).kind.config, FusedWalk)
+    assert asked == [RecurrentWalk, FusedWalk]
 
 
 def test_the_warning_says_what_stands_in(checked, monkeypatch):
@@ -228,22 +226,22 @@ def test_a_broken_or_forbidden_disk_is_no_obstacle(checked, monkeypatch):
 
 def a_problem(normalization=None):
     call = random_call("delta", normalization, T=9, D=8, M=12, dtype=torch.float32)
-    return Problem(RULES["delta"], call.q, call.k, call.v, call.gates, *call.state)
+    return Spec.of(Inputs(RULES["delta"], call.q, call.k, call.v, call.gates, *call.state))
 
 
 def test_auto_goes_past_wrong_kernels(checked, monkeypatch):
-    usable = triton.BACKEND.__class__("triton", "", triton.BACKEND.run, triton._unproven)
-    monkeypatch.setitem(BACKENDS, "triton", usable)
-    assert select(a_problem()).name == "triton"
+    monkeypatch.setitem(BACKENDS, "triton", replace(triton.BACKEND, unavailable=lambda: None))
+    monkeypatch.setattr(triton, "_refusal", lambda spec: None)
+    assert choose(a_problem())[0].name == "triton"
     forget(monkeypatch)
     self_check.path(CPU, memory_check.SOURCE).unlink()
     monkeypatch.setattr(memory_check, "_kernels", lambda: (forward, wrong_backward))
     with pytest.warns(UserWarning, match="wrong on this machine"):
-        assert select(a_problem()).name != "triton"
+        assert choose(a_problem())[0].name != "triton"
     with pytest.raises(
         ValueError, match=r"'triton' cannot run this call: .*wrong on this machine.*these can: .*chunked"
     ):
-        select(a_problem(), "triton")
+        choose(a_problem(), "triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -253,7 +251,7 @@ def test_auto_goes_past_wrong_kernels(checked, monkeypatch):
 def test_it_checks_what_the_rule_runs(rule, normalization, most, dtype):
     """`family.parts` says what `family.run` does."""
     call = random_call(rule, normalization, T=3, M=3).to(dtype)
-    problem = Problem(RULES[rule], call.q, call.k, call.v, call.gates, *(x.float() for x in call.state))
+    problem = Inputs(RULES[rule], call.q, call.k, call.v, call.gates, *(x.float() for x in call.state))
     seen = []
 
     def recurrence(q, k, v, a, e, w, W, cu_seqlens, dtype):
@@ -262,9 +260,10 @@ def test_it_checks_what_the_rule_runs(rule, normalization, most, dtype):
         seen.append((k.dtype, v.shape[-1], a is not None, e is not None, w is not None and not tied, tied))
         return v.new_zeros(v.shape), W
 
-    family.run(problem, recurrence, most)
-    assert seen == family.parts(problem, most)
-    assert most is None or all(most >= part.M for part in family.parts(problem, most))
+    family.run(problem, recurrence, most=most)
+    parts = family.parts(Spec.of(problem), most)
+    assert seen == parts
+    assert most is None or all(most >= part.M for part in parts)
 
 
 def miscompiled(config: Variant) -> bool:
@@ -291,14 +290,14 @@ def test_rows_for_some_calls_stand_where_others_stand():
 def test_every_size_has_a_row_that_holds_it(dtype, features):
     sizes = (1, 8, 16, 17, 31, 32, 33, 64, 65, 127, 128, 200, 256, 512)
     for D, M, walks, T in product(sizes, sizes[:-1], (1, FEW, FEW + 1), (1, 100, 4 * LONG)):
-        if features.map and not holds_features(D, M):
+        if features.maps and not holds_features(D, M):
             continue
         config = configuration(D, M, dtype, walks, T, features)
         # One program has all values where it computes every gradient; groups are walked twice with the same inverses.
         assert not isinstance(config, FusedWalk) or config.columns >= M
         assert not isinstance(config, ChunkedWalk) or not config.groups or config.prepared
         if isinstance(config, SplitWalk):
-            assert not features.map or config.key_tile >= D
+            assert not features.maps or config.key_tile >= D
             assert config.chunks_per_program == 1 or config.key_tile >= D
         # A warp of a walk token by token has whole values, and what there is of a state in registers.
         if isinstance(config, RecurrentWalk):

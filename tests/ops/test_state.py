@@ -51,3 +51,43 @@ def test_load_refuses_another_kind_of_file(tmp_path):
     save_file({"k": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"holds \['k'\], not a FastWeightState"):
         fw.FastWeightState.load(tmp_path / "other.safetensors")
+
+
+def test_load_refuses_a_state_without_its_weights(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"z": torch.zeros(1, 1, 2)}, tmp_path / "z.safetensors")
+    with pytest.raises(ValueError, match=r"holds \['z'\], not a FastWeightState .* of which it needs \['W'\]"):
+        fw.FastWeightState.load(tmp_path / "z.safetensors")
+
+
+def test_torch_load_reads_states_as_weights_only(tmp_path):
+    state = make().detach()
+    torch.save({"memory": state, "empty": fw.FastWeightState(state.W)}, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert torch.equal(loaded["memory"].W, state.W)
+    assert torch.equal(loaded["memory"].z, state.z)
+    assert loaded["empty"].z is None
+
+
+def test_states_are_pytrees():
+    from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+    state = make()
+    doubled = tree_map(lambda x: 2 * x, state)
+    assert isinstance(doubled, fw.FastWeightState)
+    assert torch.equal(doubled.z, 2 * state.z)
+    leaves, form = tree_flatten(fw.FastWeightState(state.W))
+    assert [x is None for x in leaves] in ([False], [False, True])
+    assert tree_unflatten(leaves, form).W is state.W
+
+
+@pytest.mark.slow
+def test_a_layer_exports_with_its_state():
+    layer = fw.FastWeightAttention(8, 2, rule="gated_delta").eval()
+    x, (_, state) = torch.randn(1, 6, 8), layer(torch.randn(1, 6, 8))
+    exported = torch.export.export(layer, (x, state.detach()), strict=False).module()
+    y, after = exported(x, state.detach())
+    wanted, wanted_after = layer(x, state.detach())
+    torch.testing.assert_close(y, wanted)
+    torch.testing.assert_close(after.W, wanted_after.W)

@@ -4,6 +4,7 @@ Like `test_triton_interpret`, the tests run in a process of their own.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +12,17 @@ import torch
 from fastweights.feature_maps import feature_map
 from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.ops import chunked
-from fastweights.ops.backends import may_fuse, why_unfused
+from fastweights.ops.backends import choose
 from fastweights.ops.features import Features
-from fastweights.ops.gpu.memory.autograd import recurrence, walk
-from fastweights.ops.gpu.memory.variants import IEEE, Variant, configuration, power_of_two
+from fastweights.ops.gpu.memory import why_unfused
+from fastweights.ops.gpu.memory.autograd import OPERATOR
+from fastweights.ops.gpu.memory.variants import IEEE, Variant, configuration, power_of_two, to_integers
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.normalization import sum_normalize
-from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
+from fastweights.ops.spec import Inputs, Spec
 from tests.ops.calls import FAMILY
-from tests.ops.interpreted import altered, as_fused, inside, outside, poisoned, rerun  # noqa: F401
+from tests.ops.interpreted import altered, as_fused, inside, outside, poisoned, recurrence, rerun  # noqa: F401
 
 pytest.importorskip("triton")
 
@@ -175,7 +177,6 @@ def test_the_layer_is_the_same(rule, normalization, monkeypatch):
     results = []
     for backend in ("triton", "chunked"):
         layer.backend = backend
-        assert may_fuse(x.device, backend) == (backend == "triton")
         y, state = layer(x)
         loss = y.square().sum() + sum(s.square().sum() for s in state.tensors().values())
         results.append([y, *state.tensors().values(), *torch.autograd.grad(loss, list(layer.parameters()))])
@@ -185,13 +186,16 @@ def test_the_layer_is_the_same(rule, normalization, monkeypatch):
 
 @inside
 def test_where_it_does_not_apply():
-    def reason(rule: str, d: int = 8, nu: int = 1, attention: bool = False, backend: str = "auto") -> str | None:
+    def spec(rule: str, d: int = 8, nu: int = 1, attention: bool = False) -> Spec:
         features = Features.named("dpfp", nu, True, True)
         x, gate = torch.zeros(1, 2, 1, d), torch.zeros(1, 2, 1)
         W = torch.zeros(1, 1, features.size(d), d)
-        gates = dict.fromkeys(RULES[rule].gates, gate)
+        gates = dict.fromkeys(RULES[rule].gate_names, gate)
         z = W[..., 0] if attention else None
-        return why_unfused(Problem(RULES[rule], x, x, x, gates, W, z, features=features), backend)
+        return Spec.of(Inputs(RULES[rule], x, x, x, gates, W, z, features=features))
+
+    def reason(*arguments: Any, **more: Any) -> str | None:
+        return why_unfused(spec(*arguments, **more))
 
     assert reason("delta") is None
     assert reason("gated", attention=True) is None
@@ -199,8 +203,10 @@ def test_where_it_does_not_apply():
     assert reason("sum", 31, 4) is None
     assert "D = 256 features beside M = 33" in reason("sum", 32, 4, attention=True)
     assert "attention normalisation of rule 'delta'" in reason("delta", attention=True)
-    assert "outside the family" in reason("schlag2021")
-    assert "'chunked' takes mapped keys" in reason("delta", backend="chunked")
+    with pytest.raises(ValueError, match="outside the family"):
+        choose(spec("schlag2021"), "triton")
+    assert why_unfused(spec("delta").mapped()) is None
+    assert "do not know this feature map" in why_unfused(spec("delta")._replace(features=Features("other")))
 
 
 @inside
@@ -212,9 +218,9 @@ def test_as_a_custom_op():
     for x in (q, k, v, beta, W):
         x.requires_grad_()
     torch.use_deterministic_algorithms(False)
-    settings = (torch.float64, True, list(kernels_for(features, 4)), list(features))
+    settings = (True, to_integers(kernels_for(features, 4)), *features)
     arguments = (q, k, v, None, beta, None, W, None, torch.float64, True, *settings)
-    torch.library.opcheck(walk, arguments)
+    torch.library.opcheck(OPERATOR.op, arguments)
 
 
 @inside
@@ -232,5 +238,5 @@ def test_shipped_in_float32():
     for d, nu in ((16, 3), (32, 1)):
         features = Features.named("dpfp", nu, True, True)
         kernels = configuration(features.size(d), d, torch.float32, 99, 1, features)
-        assert kernels.features == power_of_two(features.size(d))
+        assert kernels.key_tile == power_of_two(features.size(d))
         compare(features, d, d, T=20, H=1, kernels=replace(kernels, precision=IEEE, solve=IEEE), dtype=torch.float32)

@@ -14,7 +14,7 @@ from fastweights.ops import chunked, family, reference
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.gpu.memory import BACKEND, self_check
 from fastweights.ops.gpu.memory import variants as configs
-from fastweights.ops.gpu.memory.autograd import recurrence, walk
+from fastweights.ops.gpu.memory.autograd import OPERATOR
 from fastweights.ops.gpu.memory.kinds import Kind
 from fastweights.ops.gpu.memory.variants import (
     HALF,
@@ -27,10 +27,10 @@ from fastweights.ops.gpu.memory.variants import (
     to_integers,
 )
 from fastweights.ops.memory import fast_weight_memory
-from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES
-from tests.ops.calls import FAMILY
-from tests.ops.interpreted import INTERPRETED, altered, as_fused, inside, outside, poisoned, rerun  # noqa: F401
+from fastweights.ops.spec import Inputs
+from tests.ops.calls import FAMILY, refusal
+from tests.ops.interpreted import INTERPRETED, altered, as_fused, inside, outside, poisoned, recurrence, rerun  # noqa: F401
 
 pytest.importorskip("triton")
 
@@ -53,7 +53,7 @@ def a_problem(
     normalized: bool = False,
     bounds: list[int] | None = None,
     seed: int = 0,
-) -> Problem:
+) -> Inputs:
     """Random inputs; keys of length about 1, positive where they are divided by; every fifth decay shut."""
     g = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=g, dtype=dtype)
@@ -61,17 +61,17 @@ def a_problem(
     if normalized:
         q, k = q.abs() + 0.1, k.abs() + 0.1
     k = k / k.norm(dim=-1, keepdim=True)
-    gates = {name: torch.rand(B, T, H, generator=g, dtype=dtype) for name in RULES[rule].gates}
+    gates = {name: torch.rand(B, T, H, generator=g, dtype=dtype) for name in RULES[rule].gate_names}
     if "decay" in gates:
         gates["decay"][:, 4::5] = 0
     N = B if bounds is None else len(bounds) - 1
     W = draw(N, H, D, M)
     z = draw(N, H, D).abs() if normalized else None
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
-    return Problem(RULES[rule], q, k, v, gates, W, z, cu_seqlens)
+    return Inputs(RULES[rule], q, k, v, gates, W, z, cu_seqlens)
 
 
-def run_both(problem: Problem, kernels: Variant | None = None, tolerance: float | None = None) -> None:
+def run_both(problem: Inputs, kernels: Variant | None = None, tolerance: float | None = None) -> None:
     """Compare everything that comes out and everything that flows back."""
     tensors = {"q": problem.q, "k": problem.k, "v": problem.v, **problem.gates, "W": problem.W}
     if problem.z is not None:
@@ -335,9 +335,9 @@ def test_as_a_custom_op(kernels):
     for x in (q, k, v, W):
         x.requires_grad_()
     torch.use_deterministic_algorithms(False)
-    settings = (torch.float64, True, to_integers(kernels), list(PLAIN))
+    settings = (True, to_integers(kernels), *PLAIN)
     arguments = (q, k, v, None, beta, None, W, None, torch.float64, True, *settings)
-    torch.library.opcheck(walk, arguments)
+    torch.library.opcheck(OPERATOR.op, arguments)
 
 
 @inside
@@ -346,28 +346,28 @@ def test_as_a_custom_op_in_groups(monkeypatch):
     monkeypatch.setattr(configs, "LEAST_GROUPS", 2)
     q, v, W = (torch.randn(shape, dtype=torch.float64) for shape in [(1, 20, 1, 8), (1, 20, 1, 8), (1, 1, 8, 8)])
     torch.use_deterministic_algorithms(False)
-    settings = (torch.float64, False, to_integers(replace(SPLIT, groups=2)), list(PLAIN))
+    settings = (False, to_integers(replace(SPLIT, groups=2)), *PLAIN)
     arguments = (q, q, v, None, None, None, W, None, torch.float64, True, *settings)
-    torch.library.opcheck(walk, arguments, test_utils=("test_faketensor", "test_schema"))
+    torch.library.opcheck(OPERATOR.op, arguments, test_utils=("test_faketensor", "test_schema"))
     q, W, beta = torch.cat([q, q]), torch.cat([W, W]), torch.rand(2, 20, 1, dtype=torch.float64)
     for keep in (True, False):
         arguments = (q, q, q, None, beta, beta, W, None, torch.float64, keep, *settings)
-        torch.library.opcheck(walk, arguments, test_utils=("test_faketensor", "test_schema"))
+        torch.library.opcheck(OPERATOR.op, arguments, test_utils=("test_faketensor", "test_schema"))
 
 
 @inside
 def test_what_it_refuses():
     assert BACKEND.unavailable() is None
-    assert BACKEND.refuses(a_problem("delta")) is None
-    assert "bfloat16" in BACKEND.refuses(a_problem("delta", dtype=torch.bfloat16))
-    assert "D = 520" in BACKEND.refuses(a_problem("delta", T=1, D=520))
-    assert "outside the family" in BACKEND.refuses(a_problem("fwp1991"))
+    assert refusal(BACKEND, a_problem("delta")) is None
+    assert "bfloat16" in refusal(BACKEND, a_problem("delta", dtype=torch.bfloat16))
+    assert "D = 520" in refusal(BACKEND, a_problem("delta", T=1, D=520))
+    assert "outside the family" in refusal(BACKEND, a_problem("fwp1991"))
 
 
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="about a machine without a GPU")
 def test_without_a_gpu():
     assert BACKEND.unavailable() == "there is no CUDA device"
-    assert "tensors are on cpu" in BACKEND.refuses(a_problem("delta"))
+    assert "tensors are on cpu" in refusal(BACKEND, a_problem("delta"))
 
 
 @inside

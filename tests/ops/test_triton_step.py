@@ -3,7 +3,6 @@
 import gc
 import weakref
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -12,15 +11,15 @@ from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.ops import family, memory, reference
 from fastweights.ops.family import takes_logits
 from fastweights.ops.features import Features
-from fastweights.ops.gpu.memory import self_check
-from fastweights.ops.gpu.memory.autograd import recurrence, step_op, takes_step
+from fastweights.ops.gpu.memory import prepare, self_check
+from fastweights.ops.gpu.memory.autograd import OneToken, step_op
 from fastweights.ops.gpu.memory.kinds import StepKind
 from fastweights.ops.memory import fast_weight_memory
-from fastweights.ops.problem import Problem
 from fastweights.ops.rules import RULES, Coefficients
+from fastweights.ops.spec import Inputs, Spec
 from fastweights.ops.state import FastWeightState
 from tests.ops.calls import FAMILY, NORMALIZATIONS, gradients, random_call, relative_error
-from tests.ops.interpreted import inside, outside, poisoned, rerun  # noqa: F401
+from tests.ops.interpreted import inside, outside, poisoned, recurrence, rerun  # noqa: F401
 
 pytest.importorskip("triton")
 
@@ -64,8 +63,8 @@ def test_with_gradients_in_bfloat16(rule, normalization, D, M):
     found = []
     for data in (call, call.to(torch.float64)):
         data = data.requiring_grad()
-        problem = Problem(RULES[rule], data.q, data.k, data.v, data.gates, *data.state)
-        run = partial(family.run, recurrence=recurrence) if data.q.dtype == torch.bfloat16 else reference.run
+        problem = Inputs(RULES[rule], data.q, data.k, data.v, data.gates, *data.state)
+        run = (lambda inputs: family.run(inputs, recurrence)) if data.q.dtype == torch.bfloat16 else reference.run
         outputs = [x for x in run(problem) if x is not None]
         found.append([*outputs, *gradients(outputs, data.inputs())])
     assert relative_error(*found) < 1e-2
@@ -114,10 +113,10 @@ def test_overwriting_is_noticed():
 @inside
 def test_gradients_take_the_walk():
     x = torch.randn(1, 1, 1, 4, dtype=torch.float64, requires_grad=True)
-    problem = Problem(RULES["sum"], x, x, x, {}, torch.zeros(1, 1, 4, 4, dtype=torch.float64))
-    assert not takes_step(problem)
+    problem = Inputs(RULES["sum"], x, x, x, {}, torch.zeros(1, 1, 4, 4, dtype=torch.float64))
+    assert not isinstance(prepare(Spec.of(problem)), OneToken)
     with torch.no_grad():
-        assert takes_step(problem)
+        assert isinstance(prepare(Spec.of(problem)), OneToken)
     y, _ = fast_weight_memory(x, x, x, rule="sum", backend="triton")
     expected, _, _ = reference.run(problem)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x))
@@ -129,7 +128,7 @@ def test_as_a_custom_op(z):
     x, gate = torch.randn(2, 1, 1, 4, dtype=torch.float64), torch.randn(2, 1, 1, dtype=torch.float64)
     W = torch.randn(2, 1, 8, 4, dtype=torch.float64)
     torch.use_deterministic_algorithms(False)
-    arguments = (x, x, x, None, gate, None, W, W[..., 0].abs() if z else None, torch.float64, True, list(DELTA))
+    arguments = (x, x, x, None, gate, None, W, W[..., 0].abs() if z else None, True, *DELTA)
     torch.library.opcheck(step_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -163,7 +162,7 @@ def test_a_wrong_step_fails_its_check(monkeypatch):
 @pytest.mark.parametrize("rule", FAMILY)
 def test_the_second_call_is_shorter_and_the_same(rule, T):
     """With other numbers, with and without gradients and a state; then a call that does not fit is still refused."""
-    memory._again.clear()
+    memory._executables.clear()
     for seed in range(3):
         call = random_call(rule, None, B=2, T=T, H=1, D=6, M=4, seed=seed)
         without = replace(call, state=())
@@ -181,7 +180,7 @@ def test_the_second_call_is_shorter_and_the_same(rule, T):
                 found.append([y, end.W, *torch.autograd.grad(y.sum() + end.W.square().sum(), inputs)])
             for ours, want in zip(*found, strict=True):
                 torch.testing.assert_close(ours, want, rtol=1e-9, atol=1e-10)
-    assert len(memory._again) == (4 if T == 1 else 2)
+    assert sum(backend == "triton" for _, backend in memory._executables) == 4
     with pytest.raises(TypeError, match="share a dtype"):
         fast_weight_memory(q, k, v.float(), rule=rule, backend="triton", **gates)
     with pytest.raises(ValueError, match=r"state\.W must have shape"):

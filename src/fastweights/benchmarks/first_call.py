@@ -20,7 +20,7 @@ import torch
 
 from fastweights.benchmarks.kernel_rivals import DTYPES, Shape, inputs, memory
 from fastweights.benchmarks.timing import in_one_line
-from fastweights.ops.self_check import ENVIRONMENT
+from fastweights.ops.gpu.self_check import ENVIRONMENT
 
 LIMIT_S = 60.0
 # For the process that makes the bytecode, which imports everything without it.

@@ -18,9 +18,9 @@ from fastweights.ops import family
 from fastweights.ops.gpu.memory.kinds import AnyKind, Kind
 from fastweights.ops.gpu.memory.self_check import check_of, shipped
 from fastweights.ops.gpu.memory.variants import RecurrentWalk, plain_rows
-from fastweights.ops.problem import Problem
+from fastweights.ops.gpu.self_check import LIMITS
 from fastweights.ops.rules import RULES
-from fastweights.ops.self_check import LIMITS
+from fastweights.ops.spec import Inputs, Spec
 
 HEADS = 2
 
@@ -32,8 +32,8 @@ def every_kind() -> Iterator[AnyKind]:
     for dtype, D, M, config in plain_rows():
         for rule in RULES.values() if dtype in LIMITS else ():
             if rule.coefficients is not None:
-                gates = dict.fromkeys(rule.gates, x[..., 0])
-                (part,) = family.parts(Problem(rule, x, x, x, gates, x))
+                gates = dict.fromkeys(rule.gate_names, x[..., 0])
+                (part,) = family.parts(Spec.of(Inputs(rule, x, x, x, gates, x)))
                 if not (part.decay and isinstance(config, RecurrentWalk)):
                     seen.add(Kind(dtype, D, M, *part[2:], False, config))
     kinds = list(shipped())

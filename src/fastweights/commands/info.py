@@ -13,8 +13,8 @@ from rich.table import Table
 
 import fastweights as fw
 from fastweights.commands.options import AsJson, print_json
-from fastweights.ops import self_check
 from fastweights.ops.backends import BACKENDS, ENVIRONMENT
+from fastweights.ops.gpu import self_check
 from fastweights.ops.gpu.memory.self_check import SOURCE, check_of, shipped
 from fastweights.ops.rules import RULES
 
@@ -79,7 +79,7 @@ def facts() -> dict[str, Any]:
         },
         "rules": {
             name: {
-                "gates": list(RULES[name].gates),
+                "gates": list(RULES[name].gate_names),
                 "backends": list(BACKENDS) if RULES[name].coefficients else ["reference"],
                 "description": description,
             }

@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from fastweights.common.tables import look_up
-from fastweights.feature_maps import DPFP, ELU, FeatureMap, ReLU, feature_map
+from fastweights.feature_maps import FeatureMap, feature_map
 from fastweights.layers.checks import check_dtype, check_input, check_token, head_size
-from fastweights.ops.features import PLAIN, Features
+from fastweights.ops.features import MapFeatures
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.normalization import l2_normalize, sum_normalize
-from fastweights.ops.rules import Rule, update_rule
+from fastweights.ops.rules import Gate, Rule, update_rule
 from fastweights.ops.state import FastWeightState
-
-# Maps that kernels compute from raw heads.
-_FUSED: dict[type[FeatureMap], str] = {ELU: "elu", ReLU: "relu", DPFP: "dpfp"}
 
 Normalize = Callable[[Tensor], Tensor] | None
 
@@ -47,7 +44,7 @@ class FastWeightAttention(nn.Module):
         n_heads: number of heads, each with its own memory.
         d_head: size of queries, keys and values of a head; d_model / n_heads if None.
         rule: a name from `list_rules()` or an `update_rule(name, **options)`. Each gate it takes is one more output of
-            the projection per head, through a sigmoid.
+            the projection per head (per key channel where the gate has one each), through a sigmoid.
         feature_map: a name from `list_feature_maps()` or a `FeatureMap` of d_key = d_head.
         normalization: "none", "sum", "attention", "both" (sum and attention) or "l2".
         feature_map_options: arguments of the map, such as {"nu": 2} or {"m": 64}.
@@ -87,12 +84,14 @@ class FastWeightAttention(nn.Module):
         self.normalization = "none" if normalization is None else normalization
         self.normalize, self.memory_normalization = look_up(NORMALIZATIONS, self.normalization, "normalization")
         self.project_queries, self.output_scale, self.backend = project_queries, output_scale, backend
-        self.sizes = [d_head if project_queries else 0, d_head, self.d_value, *[1] * len(self.rule.gates)]
+        gate_sizes = [1 if gate.per == "head" else self.feature_map.dim for gate in self.rule.gates]
+        self.sizes = [d_head if project_queries else 0, d_head, self.d_value, *gate_sizes]
         self.project = nn.Linear(d_model, n_heads * sum(self.sizes), bias=bias)
         self.out = nn.Linear(n_heads * self.d_value, d_model, bias=bias)
-        if "decay" in self.rule.gates:
-            # Memories that at first last from about ten to a few hundred steps, one span per head.
-            self.decay_bias = nn.Parameter(torch.linspace(2, 6, n_heads))
+        for gate in self.rule.gates:
+            if gate.bias is not None:
+                bias_of_gate = torch.linspace(*gate.bias, n_heads)
+                setattr(self, f"{gate.name}_bias", nn.Parameter(bias_of_gate))
 
     def forward(
         self,
@@ -140,44 +139,32 @@ class FastWeightAttention(nn.Module):
             part.unflatten(-1, (self.n_heads, size)) for part, size in zip(parts, self.sizes, strict=True)
         )
         q = q if self.project_queries else x.unflatten(-1, (self.n_heads, -1))
-        features = _features(self.feature_map, self.normalize)
-        if features is None:
-            q, k = self._map(q, k)
         y, state = fast_weight_memory(
             q.to(v.dtype),
-            k.to(v.dtype),
+            k,
             v,
             rule=self.rule,
-            **{
-                name: self._gate(name, gate, features is not None)
-                for name, gate in zip(self.rule.gates, gates, strict=True)
-            },
             normalization=self.memory_normalization,
             cu_seqlens=cu_seqlens,
             state=state,
             backend=self.backend,
             mask=mask,
             starts=starts,
-            features=PLAIN if features is None else features,
+            features=MapFeatures(self.feature_map, self.normalize, logits=True),
             in_place=in_place,
+            **{gate.name: self._logit(gate, raw) for gate, raw in zip(self.rule.gates, gates, strict=True)},
         )
         y = self.out(y.flatten(-2) * self.output_scale)
         return y if mask is None else y.masked_fill(~mask.unsqueeze(-1), 0), state
 
-    def _map(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        phi = self.feature_map
-        if self.normalize is not None:
-            return self.normalize(phi.scaled(q)), self.normalize(phi.scaled(k))
-        return phi.scaled(q) if self.memory_normalization == "attention" else phi.map(q), phi.map(k)
-
-    def _gate(self, name: str, raw: Tensor, logit: bool) -> Tensor:
-        """A gate in (0, 1), at least float32: a decay next to 1 has no room in 16 bits. Or the `logit` of it."""
-        raw = raw.squeeze(-1)
-        if name == "decay":
-            raw = raw.to(torch.promote_types(raw.dtype, torch.float32)) + self.decay_bias
-        if logit:
+    def _logit(self, gate: Gate, raw: Tensor) -> Tensor:
+        """Return what a gate is the sigmoid of, in at least float32 where a bias is added."""
+        raw = raw.squeeze(-1) if gate.per == "head" else raw
+        if gate.bias is None:
             return raw
-        return raw.to(torch.promote_types(raw.dtype, torch.float32)).sigmoid()
+        bias: Tensor = getattr(self, f"{gate.name}_bias")
+        wide = raw.to(torch.promote_types(raw.dtype, torch.float32))
+        return wide + (bias if gate.per == "head" else bias.unsqueeze(-1))
 
     def extra_repr(self) -> str:
         """Shown by print(layer)."""
@@ -191,11 +178,3 @@ def _feature_map(phi: str | FeatureMap, d_head: int, options: Mapping[str, Any] 
     if isinstance(phi, FeatureMap) and phi.d_key != d_head:
         raise ValueError(f"feature_map is for d_key = {phi.d_key}, but a head has d_head = {d_head}")
     return feature_map(phi, d_head, **(options or {}))
-
-
-def _features(phi: FeatureMap, normalize: Normalize) -> Features | None:
-    """The map and normalisation as kernels know them, if they do; gates then come as logits."""
-    name = _FUSED.get(type(phi))
-    if name is None or normalize not in (None, sum_normalize):
-        return None
-    return Features.named(name, getattr(phi, "nu", 0), normalize is not None, logits=True)

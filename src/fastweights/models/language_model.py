@@ -5,7 +5,7 @@ B rows of text, T tokens, V words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -26,10 +26,10 @@ from fastweights.models.configuration import ModelConfig
 from fastweights.ops.rules import RULES
 from fastweights.ops.state import State
 
-NAMES: dict[str, tuple[str, ...]] = {
+NAMES: dict[str, Collection[str]] = {
     "mixer": tuple(MIXERS),
-    "rule": tuple(RULES),
-    "feature_map": tuple(FEATURE_MAPS),
+    "rule": RULES,
+    "feature_map": FEATURE_MAPS,
     "normalization": tuple(NORMALIZATIONS),
     "positions": POSITIONS,
     "position_direction": DIRECTIONS,

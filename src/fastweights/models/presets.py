@@ -14,6 +14,7 @@ from typing import Any
 
 from fastweights.common.tables import look_up
 from fastweights.models.language_model import LanguageModelConfig
+from fastweights.ops.rules import update_rule
 
 _WIKITEXT103 = {"vocab_size": 267_735, "cutoffs": (20_000, 40_000, 200_000), "n_layers": 16, "n_heads": 8, "d_ff": 2048}
 _WIKITEXT2 = {"vocab_size": 33_278, "cutoffs": (2_000, 10_000), "n_layers": 4, "n_heads": 4, "d_ff": 512}
@@ -42,8 +43,6 @@ MIXER_CHOICES: dict[str, Choice] = {
     "transformer": Choice("softmax"),
     "xl": Choice("relative"),
 }
-# What rules that only add are normalised by; those that also remove need the sums of Eq. 29 and do best without more.
-ADDITIVE_NORMALIZATION = {"sum": "attention", "gated": "attention", "decay": "attention"}
 CONTEXTS = ("limited", "carried")
 RECIPES: dict[str, Mapping[str, Any]] = {
     "small": {"segment": 256, "batch_size": 96, "steps": 500_000},
@@ -62,6 +61,15 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     },
 }
 """Arguments of `LanguageTask` and fields of `TrainingConfig`, whose defaults are those of Sec. 6.3 and App. F."""
+
+
+def usual_normalization(rule: str) -> str:
+    """Return how a rule is normalised in the paper.
+
+    Rules that only add divide by attention's sum. Those that also remove need the sums of Eq. 29 and do best without
+    more.
+    """
+    return "attention" if update_rule(rule).only_adds else "sum"
 
 
 def training_recipe(preset: str, mixer: str = "delta") -> dict[str, Any]:
@@ -162,6 +170,6 @@ def _config(
         # As much capacity as ELU + 1 has: 2 m = d_head. That is the paper's m = 8 (small) and 16 (medium).
         options["m"] = max(1, (values.get("d_head") or values["d_model"] // values["n_heads"]) // 2)
     values["feature_map_options"] = {**options, **values.get("feature_map_options", {})}
-    values.setdefault("normalization", ADDITIVE_NORMALIZATION.get(str(rule), "sum"))
+    values.setdefault("normalization", usual_normalization(str(rule)))
     values.setdefault("output_scale", True)
     return LanguageModelConfig(mixer=choice.mixer, rule=str(rule), **values)

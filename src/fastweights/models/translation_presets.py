@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastweights.common.tables import look_up
-from fastweights.models.presets import ADDITIVE_NORMALIZATION
+from fastweights.models.presets import usual_normalization
 from fastweights.models.translation_config import ATTENTIONS, POSITIONS, TranslationModelConfig
 
 SUBWORDS = 32_000
@@ -83,7 +83,6 @@ def _config(attention: str, sizes: Mapping[str, Any], overrides: Mapping[str, An
     look_up(ATTENTIONS, attention, "attention")
     TranslationModelConfig.check_names(overrides)
     values: dict[str, Any] = {**sizes, **dict.fromkeys(POSITIONS, attention), **overrides}
-    # What a rule that also removes is normalised by; see `models.presets`.
     if values["decoder"] != "softmax":
-        values.setdefault("normalization", ADDITIVE_NORMALIZATION.get(values.get("rule", "sum"), "sum"))
+        values.setdefault("normalization", usual_normalization(values.get("rule", "sum")))
     return TranslationModelConfig(**values)

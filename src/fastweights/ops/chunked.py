@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastweights.ops import causality
-from fastweights.ops.autograd import differentiable, direct, like_inputs, plain, wants_gradients
 from fastweights.ops.causality import Tokens
+from fastweights.ops.operator import ChunkedOperator, number_of_chunks
 
 
 class Layout:
@@ -181,13 +181,6 @@ def chunk_length(D: int, M: int) -> int:
     return 32 if max(D, M) <= 32 else 64
 
 
-def _number_of_chunks(time: int, batch: int, chunk: int, cu_seqlens: Tensor | None) -> int:
-    """Chunks to keep a state for. With packed sequences the true number hangs on their lengths; this bounds it."""
-    if cu_seqlens is None:
-        return batch * -(-time // chunk)
-    return time // chunk + cu_seqlens.numel() - 1
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -225,7 +218,7 @@ def _forward(
     with torch.autocast(q.device.type, enabled=False):
         layout, x = _load(tokens, cu_seqlens, chunk, W.dtype)
         W = layout.sort(W)
-        count = _number_of_chunks(q.shape[1], q.shape[0], chunk, cu_seqlens)
+        count = number_of_chunks(q, chunk, cu_seqlens)
         before = W.new_zeros((count, *W.shape[1:]))
         for n, at in zip(layout.active, layout.slices, strict=True):
             before[at] = now = W[:n]
@@ -234,18 +227,8 @@ def _forward(
         start = before[: x.k.shape[0]]
         u = x.written if x.e is None else x.written - x.k_solved @ start
         y = x.faded(x.q @ start) + x.scores @ u
-        kept = before if keep else before.new_empty(0)
+        kept = before if keep else before[:0].clone()
         return layout.join(y, dtype), layout.unsort(W), kept, _finite(y)
-
-
-chunked = torch.library.custom_op("fastweights::chunked", forward, mutates_args=())
-
-
-@chunked.register_fake
-def _(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, chunk):  # type: ignore[no-untyped-def]
-    count = _number_of_chunks(q.shape[1], q.shape[0], chunk, cu_seqlens)
-    before = W.new_empty((count, *W.shape[1:])) if keep else W.new_empty(0)
-    return v.new_empty(v.shape, dtype=dtype), torch.empty_like(W), before
 
 
 def backward(
@@ -340,33 +323,5 @@ def _decay_gradient(x: Chunks, dspan: Tensor) -> Tensor:
     return (later * earlier).sum(-1)
 
 
-chunked_backward = torch.library.custom_op("fastweights::chunked_backward", backward, mutates_args=())
-
-
-@chunked_backward.register_fake
-def _(dy, dW, q, k, v, a, e, w, before, cu_seqlens, chunk):  # type: ignore[no-untyped-def]
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    return [*like_inputs(q, k, v, a, e, w), before.new_empty((N, *before.shape[1:]))]
-
-
-differentiable(chunked, chunked_backward)
-_direct = direct(forward, backward, chunked_backward)
-
-
-def recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor | None,
-    e: Tensor | None,
-    w: Tensor | None,
-    W: Tensor,
-    cu_seqlens: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """The chunked recurrence, as `ops.family.Recurrence` has it."""
-    inputs = (q, k, v, a, e, w, W)
-    keep = wants_gradients(*inputs)
-    run = _direct if plain(*inputs, cu_seqlens) else chunked
-    y, W, *_ = run(*inputs, cu_seqlens, dtype, keep, chunk_length(k.shape[-1], v.shape[-1]))
-    return y, W
+OPERATOR = ChunkedOperator("chunked", forward, backward, chunk_length)
+recurrence = OPERATOR.recurrence

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastweights.ops.normalization import safe_divide
-from fastweights.ops.problem import Problem
 from fastweights.ops.rules import Rule
+from fastweights.ops.spec import Executable, Inputs, Spec
 
 Optional3 = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Recurrence(Protocol):
-    """y (B, T, H, M) in `dtype` and the final W (N, H, D, M) for coefficients (B, T, H)."""
+    """Computes y (B, T, H, M) in `dtype` and the final W (N, H, D, M) for coefficients (B, T, H); W None is zeros."""
 
     def __call__(
         self,
@@ -34,34 +34,52 @@ class Recurrence(Protocol):
         a: Tensor | None,
         e: Tensor | None,
         w: Tensor | None,
-        W: Tensor,
+        W: Tensor | None,
         cu_seqlens: Tensor | None,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]: ...
 
 
-def run(problem: Problem, recurrence: Recurrence, most: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y, final W and z of a rule of the family; `most` is how many values a recurrence can have."""
-    q, k, v, W, z, packed = problem.q, problem.k, problem.v, problem.W, problem.z, problem.cu_seqlens
-    fading, e, w = coefficients_of(problem.rule, problem.gates, bool(problem.features.logits), problem.state_dtype)
-    a = _with_starts(problem, fading)
-    if z is None:
-        y, W = recurrence(q, k, v, a, e, w, W, packed, q.dtype)
+def outside(rule: Rule) -> str | None:
+    """Say why a rule has no recurrence of this form; None where it has."""
+    if rule.coefficients is None:
+        return f"rule {rule.name!r} is outside the family W = aW - e(aWk)k^T + w v k^T"
+    return None
+
+
+def executable(*recurrences: Recurrence, most: int | None = None) -> Executable:
+    """Return what runs a call on the recurrences that `parts` lists, or on one that serves for all of them."""
+    return lambda inputs: run(inputs, *recurrences, most=most)
+
+
+def run(inputs: Inputs, *recurrences: Recurrence, most: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute y, the final W and z of a rule of the family.
+
+    `recurrences` are one for each of `parts`, in its order, or one for all; `most` is how many values they can have.
+    """
+    first, second, third = recurrences if len(recurrences) == 3 else (recurrences[0], recurrences[-1], recurrences[-1])
+    q, k, v, packed = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
+    logits, wide = inputs.features.description.logits, inputs.state_dtype
+    fading, e, w = coefficients_of(inputs.rule, inputs.gates, logits, wide)
+    a = _with_starts(inputs, fading)
+    if not inputs.normalized:
+        y, W = first(q, k, v, a, e, w, inputs.W, packed, q.dtype)
         return y, W, None
 
-    wide = problem.state_dtype
+    W, z = inputs.initial_state()
+    assert z is not None
     one = torch.ones_like(v[..., :1])
     if e is None:
         c = _common(v)
         if c is not None:
             v, W = (v - c).to(v.dtype), W - _outer(z, c)
         if most == v.shape[-1]:
-            y, W = recurrence(q, k, v, a, e, w, W, packed, wide)
-            total, Z = recurrence(q, k, one, a, e, w, z[..., None], packed, wide)
+            y, W = first(q, k, v, a, e, w, W, packed, wide)
+            total, Z = second(q, k, one, a, e, w, z[..., None], packed, wide)
             z = Z[..., 0]
         else:
             # The accumulator is one more value column.
-            y, W = recurrence(q, k, torch.cat([v, one], -1), a, e, w, torch.cat([W, z[..., None]], -1), packed, wide)
+            y, W = first(q, k, torch.cat([v, one], -1), a, e, w, torch.cat([W, z[..., None]], -1), packed, wide)
             y, total = y[..., :-1], y[..., -1:]
             W, z = W[..., :-1], W[..., -1]
         if c is not None:
@@ -73,12 +91,12 @@ def run(problem: Problem, recurrence: Recurrence, most: int | None = None) -> tu
             # So is what is divided: a decay changes both alike, and its gradient is the little by which it does not.
             q, k, v = q_, k_, v.to(wide)
         # a_t z_{t-1} obeys the recurrence with each key one step late.
-        late = _late(k_, packed, problem.starts)
-        recalled, _ = recurrence(k_, late, one, a, None, a, z[..., None], packed, wide)
-        total, z = recurrence(q_, k_, one, a, None, None, z[..., None], packed, wide)
+        late = _late(k_, packed, inputs.starts)
+        recalled, _ = first(k_, late, one, a, None, a, z[..., None], packed, wide)
+        total, z = second(q_, k_, one, a, None, None, z[..., None], packed, wide)
         z = z[..., 0]
-        y, W = recurrence(q, k, v, a, safe_divide(e, recalled[..., 0]), w, W, packed, wide)
-    return safe_divide(y, total).to(problem.q.dtype), W, z
+        y, W = third(q, k, v, a, safe_divide(e, recalled[..., 0]), w, W, packed, wide)
+    return safe_divide(y, total).to(inputs.q.dtype), W, z
 
 
 # Values have something in common where their mean is at least so many times the root of their mean square. One that
@@ -117,24 +135,25 @@ class _Logit:
         return _Logit(-self.x)
 
 
-def coefficients(problem: Problem) -> Optional3:
-    """a, e and w, or their logits where the gates are logits; one and the same tensor where two are one gate."""
-    a, e, w = coefficients_of(problem.rule, problem.gates, bool(problem.features.logits), problem.state_dtype)
-    return _with_starts(problem, a), e, w
+def coefficients(inputs: Inputs) -> Optional3:
+    """Return a, e and w, or their logits where the gates are logits; one and the same tensor where two are one gate."""
+    logits = inputs.features.description.logits
+    a, e, w = coefficients_of(inputs.rule, inputs.gates, logits, inputs.state_dtype)
+    return _with_starts(inputs, a), e, w
 
 
-def _with_starts(problem: Problem, a: Tensor | None) -> Tensor | None:
-    """The rule's decay, and 0 where a text starts: a memory that fades to nothing is empty, exactly."""
-    if problem.starts is None:
+def _with_starts(inputs: Inputs, a: Tensor | None) -> Tensor | None:
+    """Return the rule's decay, and 0 where a text starts: a memory that fades to nothing is empty, exactly."""
+    if inputs.starts is None:
         return a
     if a is None:
-        a = torch.ones(problem.q.shape[:3], dtype=problem.state_dtype, device=problem.q.device)
+        a = torch.ones(inputs.q.shape[:3], dtype=inputs.state_dtype, device=inputs.q.device)
     # Not a product: the gradient of a decay at which the memory was emptied is 0, whatever the memory held.
-    return a.masked_fill(problem.starts.unsqueeze(-1), 0)
+    return a.masked_fill(inputs.starts.unsqueeze(-1), 0)
 
 
 def coefficients_of(rule: Rule, gates: dict[str, Tensor], logits: bool, wide: torch.dtype) -> Optional3:
-    """The same from gates alone; those that are no logits are first made `wide`."""
+    """Return the same from gates alone; those that are no logits are first made `wide`."""
     assert rule.coefficients is not None
     if logits:
         found = rule.coefficients(**{name: _Logit(gate) for name, gate in gates.items()})
@@ -149,7 +168,7 @@ def takes_logits(rule: Rule) -> bool:
     assert rule.coefficients is not None
     zero = torch.zeros(())
     try:
-        found = rule.coefficients(**{name: _Logit(zero) for name in rule.gates})
+        found = rule.coefficients(**{name: _Logit(zero) for name in rule.gate_names})
     except (TypeError, AttributeError, AssertionError):
         return False
     return all(c is None or isinstance(c, _Logit) for c in found)
@@ -166,21 +185,26 @@ class Part(NamedTuple):
     tied: bool
 
 
-def parts(problem: Problem, most: int | None = None) -> list[Part]:
-    """The recurrences that `run` makes, in its order."""
-    dtype, M, rule = problem.q.dtype, problem.v.shape[-1], problem.rule
-    assert rule.coefficients is not None
-    a, e, w = rule.coefficients(**{name: torch.ones(()) for name in rule.gates})
-    decay, erase, tied = a is not None or problem.starts is not None, e is not None, e is not None and e is w
-    write = w is not None and not tied
-    if problem.z is None:
+def coefficients_there(spec: Spec) -> tuple[bool, bool, bool, bool]:
+    """Return whether a, e and w are there, and whether w is e, which then stands for both."""
+    assert spec.rule.coefficients is not None
+    a, e, w = spec.rule.coefficients(**{name: torch.ones(()) for name in spec.rule.gate_names})
+    tied = e is not None and e is w
+    return a is not None or spec.starts is not None, e is not None, w is not None and not tied, tied
+
+
+def parts(spec: Spec, most: int | None = None) -> list[Part]:
+    """List the recurrences that `run` makes, in its order."""
+    dtype, M, wide = spec.dtype, spec.M, spec.state_dtype
+    decay, erase, write, tied = coefficients_there(spec)
+    if not spec.normalized:
         return [Part(dtype, M, decay, erase, write, tied)]
-    if e is None:
+    if not erase:
         sizes = (M, 1) if most == M else (M + 1,)
         return [Part(dtype, size, decay, False, write, False) for size in sizes]
-    wide = problem.state_dtype
+    fades = coefficients_there(spec._replace(starts=None))[0]
     divisors = [Part(wide, 1, decay, False, decay, False), Part(wide, 1, decay, False, False, False)]
-    return [*divisors, Part(dtype if a is None else wide, M, decay, True, w is not None, False)]
+    return [*divisors, Part(wide if fades else dtype, M, decay, True, write or tied, False)]
 
 
 def _late(k: Tensor, cu_seqlens: Tensor | None, starts: Tensor | None) -> Tensor:

@@ -1,10 +1,7 @@
-"""`fast_weight_memory`, the one function everything stands on: check the call, pick a backend, run it."""
+"""`fast_weight_memory`, the one function everything stands on: describe the call, look up what runs it, run it."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,13 +10,16 @@ from torch import Tensor
 
 from fastweights.common.tables import look_up
 from fastweights.ops import backends
-from fastweights.ops.autograd import plain, wants_gradients
-from fastweights.ops.features import PLAIN, Features
-from fastweights.ops.problem import Problem
-from fastweights.ops.rules import Rule, update_rule
+from fastweights.ops.features import PLAIN, Features, MapFeatures
+from fastweights.ops.rules import RULES, Rule, update_rule
+from fastweights.ops.spec import Executable, Inputs, Spec
 from fastweights.ops.state import FastWeightState
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# What runs calls of a description and a backend, once both were found to fit.
+_executables: dict[tuple[Spec, str], Executable] = {}
+_MOST_EXECUTABLES = 4096
 
 
 def fast_weight_memory(
@@ -28,16 +28,15 @@ def fast_weight_memory(
     v: Tensor,
     *,
     rule: str | Rule = "delta",
-    beta: Tensor | None = None,
-    decay: Tensor | None = None,
     normalization: str | None = None,
     cu_seqlens: Tensor | None = None,
     state: FastWeightState | None = None,
     backend: str = "auto",
     mask: Tensor | None = None,
     starts: Tensor | None = None,
-    features: Features = PLAIN,
+    features: Features | MapFeatures = PLAIN,
     in_place: bool = False,
+    **gates: Tensor | None,
 ) -> tuple[Tensor, FastWeightState]:
     """Write each value under its key and read with each query, step by step: Eqs. 17-19 and 20-28 of the paper.
 
@@ -52,7 +51,6 @@ def fast_weight_memory(
         q, k: queries and keys (B, T, H, D), already mapped by phi (and sum-normalised where wanted).
         v: values (B, T, H, M).
         rule: a name from `list_rules()`, or `update_rule(name, **options)`.
-        beta, decay: gates (B, T, H), given exactly when the rule takes them; float32 is welcome beside 16-bit q, k, v.
         normalization: None, or "attention" (Eqs. 18-19, and 26-28 where the rule removes).
         cu_seqlens: bounds (N + 1,) of N sequences packed along T with B = 1, as in FlashAttention; N states.
         state: what an earlier call returned; zeros if None. Gradients flow into it.
@@ -66,79 +64,48 @@ def fast_weight_memory(
                 q, k = sum_normalize(dpfp(q, nu=3)), sum_normalize(dpfp(k, nu=3))
                 fast_weight_memory(q, k, v, beta=beta.float().sigmoid(), ...)
         in_place: the given state is not needed any more, and may be overwritten by the one that is returned.
+        **gates: the rule's gates, such as `beta` and `decay`, of shape (B, T, H) each; float32 is welcome beside
+            16-bit q, k and v.
+
+    `torch.func` (vmap, grad, jvp, ...) and forward-mode differentiation work with every rule; they go through the
+    backend `reference`, whichever is asked for.
 
     Returns:
         y (B, T, H, M) in the dtype of q, and the state after the last step (float32 for 16-bit inputs).
     """
-    # Checks, and the choice of a backend, take longer than the smaller kernels: once for each set of shapes.
-    same = _signature(q, k, v, rule, beta, decay, state, backend, features)
-    simple = cu_seqlens is None and mask is None and starts is None and normalization is None
-    if same is not None and simple and (again := _again.get(same)) is not None:
-        y, W = again[0](q, k, v, beta, decay, None if state is None else state.W, in_place)
-        return y, FastWeightState(W)
-    rule = update_rule(rule)
+    rule, name = update_rule(rule), backends.requested(backend)
+    if normalization not in (None, "attention"):
+        look_up({"attention": None, "None": None}, normalization, "normalization")
+    if not (state is None or isinstance(state, FastWeightState)):
+        raise TypeError(f"state must be a FastWeightState or None, got {type(state).__name__}")
     q, k, v = _autocast(q, k, v)
-    gates = _check_inputs(rule, q, k, v, {"beta": beta, "decay": decay})
-    look_up({"attention": None, "None": None}, str(normalization), "normalization")
-    _check_tokens("mask", mask, q, "True for tokens that count")
-    _check_tokens("starts", starts, q, "True where a new text begins")
-    _check_packing(q, cu_seqlens)
-    # Kernels read it as a block of memory.
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    D = features.size(q.shape[3])
-    W, z = _initial_state(q, D, v, state, normalization == "attention", cu_seqlens)
-    problem = Problem(rule, q, k, v, gates, W, z, cu_seqlens, mask, starts, features, in_place)
-    if mask is not None and features != PLAIN:
-        # Padding may hold anything, and a map of NaN has NaN for a gradient, even where none comes in.
-        problem = _masked(problem, mask)
-    # A gate that is still a logit cannot be held open or shut.
-    problem = problem if mask is None and starts is None else problem.mapped()
-    y, W, z = backends.run(problem if mask is None else _masked(problem, mask), backend)
-    if same is not None and simple and (shortest := backends.again(problem, backend)) is not None:
-        if len(_again) >= _MOST:
-            _again.clear()
-        # The rule is kept with it, so that its number is not given to another.
-        _again[same] = shortest, rule
+    taken = {gate: x for gate, x in gates.items() if x is not None}
+    W, z = (None, None) if state is None else (state.W, state.z)
+    normalized = normalization is not None
+    inputs = Inputs(rule, q, k, v, taken, W, z, cu_seqlens, mask, starts, features, in_place, normalized)
+    spec = _describe(inputs)
+    # Checks and the choice of kernels take longer than the smaller kernels: once for each description.
+    known = _executables.get((spec, name)) if spec is not None and spec.eager else None
+    if known is None:
+        _check(inputs)
+        assert spec is not None
+        known = backends.prepare(spec, name)
+        if spec.eager:
+            if len(_executables) >= _MOST_EXECUTABLES:
+                _executables.clear()
+            _executables[spec, name] = known
+    if cu_seqlens is not None:
+        _check_bounds(cu_seqlens, q.shape[1])
+    y, W, z = known(inputs)
     return y.to(q.dtype), FastWeightState(W, z)
 
 
-# The shortest way to run what was run before, by everything that the way depends on.
-_again: dict[tuple[Any, ...], tuple[Callable[..., tuple[Tensor, Tensor]], Rule]] = {}
-_MOST = 4096
-
-
-def _signature(
-    q: Any, k: Any, v: Any, rule: Any, beta: Any, decay: Any, state: Any, backend: str, features: Features
-) -> tuple[Any, ...] | None:
-    """Everything that checks and the choice of a backend depend on, of plain tensors on a GPU; None for others."""
-    if not plain(q, k, v, beta, decay, getattr(state, "W", None)) or not backends.worth_it(q):
-        return None
-    kind = q.device.type
-    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype:
-        return None
+def _describe(inputs: Inputs) -> Spec | None:
+    """Return the spec of a call; None where something is not a tensor, which the checks will name."""
     try:
-        # What autocast makes of other dtypes is not to be remembered under these.
-        if not q.dtype == k.dtype == v.dtype:
-            return None
-        return (
-            *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype),
-            *(k.device, v.device, None if beta is None else (beta.shape, beta.stride(), beta.dtype, beta.device)),
-            None if decay is None else (decay.shape, decay.stride(), decay.dtype, decay.device),
-            None if state is None else (state.z is None, state.W.shape, state.W.dtype, state.W.device),
-            # One token is another kernel where nobody wants gradients.
-            q.shape[1] == 1 and wants_gradients(q, k, v, beta, decay, None if state is None else state.W),
-            *(rule if type(rule) is str else id(rule), backend, features, os.environ.get(backends.ENVIRONMENT)),
-        )
-    except AttributeError:
+        return Spec.of(inputs)
+    except (AttributeError, IndexError):
         return None
-
-
-def _masked(problem: Problem, mask: Tensor) -> Problem:
-    """With nothing to read or write where the mask is False."""
-    q, k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (problem.q, problem.k, problem.v))
-    idle = {"beta": 0.0, "decay": 1.0}
-    gates = {name: gate.masked_fill(~mask[..., None], idle[name]) for name, gate in problem.gates.items()}
-    return replace(problem, q=q, k=k, v=v, gates=gates)
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -151,8 +118,23 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in floats else x for x in tensors)
 
 
-def _check_inputs(rule: Rule, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """The gates the rule takes, after everything was found to fit."""
+def _check(inputs: Inputs) -> None:
+    """Raise an error that says what would work, unless everything fits together."""
+    q = inputs.q
+    if not isinstance(inputs.features, (Features, MapFeatures)):
+        raise TypeError(
+            f"features must be Features.named(...), got {inputs.features!r}; `from fastweights.ops.features import "
+            'Features` and pass Features.named("elu", sum=True), say, or map q and k yourself with feature_map(...)'
+        )
+    _check_heads(q, inputs.k, inputs.v)
+    _check_gates(inputs)
+    _check_tokens("mask", inputs.mask, q, "True for tokens that count")
+    _check_tokens("starts", inputs.starts, q, "True where a new text begins")
+    _check_packing(q, inputs.cu_seqlens)
+    _check_state(inputs)
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x, wanted in (("q", q, "(B, T, H, D)"), ("k", k, "(B, T, H, D)"), ("v", v, "(B, T, H, M)")):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor of shape {wanted}, got {type(x).__name__}")
@@ -171,28 +153,36 @@ def _check_inputs(rule: Rule, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, 
         )
     if min(q.shape) == 0 or min(v.shape) == 0:
         raise ValueError(f"every size must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
-    for name, gate in gates.items():
-        if name in rule.gates and gate is None:
-            raise ValueError(f"rule {rule.name!r} needs {name} of shape {tuple(q.shape[:3])}, got None")
-        if name not in rule.gates and gate is not None:
-            takes = " and ".join(rule.gates) or "no gates"
+
+
+def _check_gates(inputs: Inputs) -> None:
+    rule, q, gates = inputs.rule, inputs.q, inputs.gates
+    D = inputs.features.size(q.shape[3])
+    for gate in rule.gates:
+        axes, shape = ("(B, T, H)", q.shape[:3]) if gate.per == "head" else ("(B, T, H, D)", (*q.shape[:3], D))
+        if gate.name not in gates:
+            raise ValueError(f"rule {rule.name!r} needs {gate.name} of shape {tuple(shape)}, got None")
+        x = gates[gate.name]
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{gate.name} must be a tensor of shape {tuple(shape)}, got {type(x).__name__}")
+        if x.shape != shape:
+            raise ValueError(f"{gate.name} must have shape {axes} = {tuple(shape)}, got {tuple(x.shape)}")
+        if x.dtype not in (q.dtype, torch.promote_types(q.dtype, torch.float32)):
+            raise TypeError(f"{gate.name} has dtype {x.dtype} beside q of {q.dtype}; cast it to {q.dtype}")
+        _check_device(gate.name, x, q)
+    for name in gates:
+        if name not in rule.gate_names:
+            takes = " and ".join(rule.gate_names) or "no gates"
+            known = {gate for other in RULES.values() for gate in other.gate_names}
+            if name not in known:
+                look_up(dict.fromkeys((*sorted(known), *_ARGUMENTS)), name, "argument of fast_weight_memory")
             raise ValueError(
-                f"rule {rule.name!r} has no {name} (it takes {takes}), got shape {tuple(gate.shape)}; leave it out"
+                f"rule {rule.name!r} has no {name} (it takes {takes}), got shape {_shape_of(gates[name])}; leave it out"
             )
-    taken = {name: gate for name, gate in gates.items() if gate is not None}
-    for name, gate in taken.items():
-        if not isinstance(gate, Tensor):
-            raise TypeError(f"{name} must be a tensor of shape {tuple(q.shape[:3])}, got {type(gate).__name__}")
-        if gate.shape != q.shape[:3]:
-            raise ValueError(f"{name} must have shape (B, T, H) = {tuple(q.shape[:3])}, got {tuple(gate.shape)}")
-        if gate.dtype not in (q.dtype, torch.promote_types(q.dtype, torch.float32)):
-            raise TypeError(f"{name} has dtype {gate.dtype} beside q of {q.dtype}; cast it to {q.dtype}")
-        _check_device(name, gate, q)
-    return taken
 
 
 def _check_tokens(name: str, given: Tensor | None, q: Tensor, meaning: str) -> None:
-    """One truth value a token, or nothing."""
+    """Refuse anything but one truth value a token, or nothing."""
     if given is None:
         return
     B, T = q.shape[:2]
@@ -204,7 +194,7 @@ def _check_tokens(name: str, given: Tensor | None, q: Tensor, meaning: str) -> N
 
 
 def _check_packing(q: Tensor, cu_seqlens: Tensor | None) -> None:
-    B, T = q.shape[:2]
+    B = q.shape[0]
     if cu_seqlens is None:
         return
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -215,6 +205,10 @@ def _check_packing(q: Tensor, cu_seqlens: Tensor | None) -> None:
             f"cu_seqlens of shape {tuple(cu_seqlens.shape)}"
         )
     _check_device("cu_seqlens", cu_seqlens, q)
+
+
+def _check_bounds(cu_seqlens: Tensor, T: int) -> None:
+    """Refuse bounds that do not rise from 0 to T; tracing has no numbers to look at."""
     if torch.compiler.is_compiling():
         return
     bounds = cu_seqlens.tolist()
@@ -222,30 +216,24 @@ def _check_packing(q: Tensor, cu_seqlens: Tensor | None) -> None:
         raise ValueError(f"cu_seqlens must rise from 0 to T = {T}, got {bounds if len(bounds) < 20 else bounds[:19]}")
 
 
-def _initial_state(
-    q: Tensor, D: int, v: Tensor, state: FastWeightState | None, with_z: bool, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """W and z to start from: checked ones of `state`, or zeros."""
-    B, H, M = q.shape[0], q.shape[2], v.shape[-1]
-    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    if state is None:
-        W = torch.zeros(N, H, D, M, dtype=dtype, device=q.device)
-        return W, W[..., 0].clone() if with_z else None
-    if not isinstance(state, FastWeightState):
-        raise TypeError(f"state must be a FastWeightState or None, got {type(state).__name__}")
-    if with_z != (state.z is not None):
-        has, wants = ("no z", "needs one") if with_z else ("a z", "has none")
+def _check_state(inputs: Inputs) -> None:
+    """Refuse a state that is not one of such a call."""
+    if inputs.W is None:
+        return
+    q, cu_seqlens, dtype = inputs.q, inputs.cu_seqlens, inputs.state_dtype
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    shape = (N, q.shape[2], inputs.features.size(q.shape[3]), inputs.v.shape[3])
+    if inputs.normalized != (inputs.z is not None):
+        has, wants = ("no z", "needs one") if inputs.normalized else ("a z", "has none")
         raise ValueError(f"state has {has} but this call {wants}; it comes from another normalization")
-    for name, x, shape in (("W", state.W, (N, H, D, M)), ("z", state.z, (N, H, D))):
+    for name, x, wanted in (("W", inputs.W, shape), ("z", inputs.z, shape[:3])):
         if x is None:
             continue
-        if x.shape != shape:
-            raise ValueError(f"state.{name} must have shape {shape} here, got {tuple(x.shape)}")
+        if x.shape != wanted:
+            raise ValueError(f"state.{name} must have shape {wanted} here, got {tuple(x.shape)}")
         if x.dtype != dtype:
             raise TypeError(f"state.{name} must be {dtype} beside {q.dtype} inputs, got {x.dtype}; use state.to(...)")
         _check_device(f"state.{name}", x, q)
-    return state.W, state.z
 
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
@@ -255,3 +243,10 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
 
 def _shape(*sizes: object) -> str:
     return f"({', '.join(map(str, sizes))})"
+
+
+def _shape_of(x: Any) -> object:
+    return tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+
+
+_ARGUMENTS = tuple(fast_weight_memory.__kwdefaults__ or ())

@@ -6,35 +6,36 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.normalization import safe_divide
-from fastweights.ops.problem import Problem
+from fastweights.ops.spec import Inputs
 
 
-def run(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y (B, T, H, M), final W and z. Packed sequences run one after the other."""
-    if problem.cu_seqlens is None:
-        return _run_batch(problem)
-    ys, Ws, zs = zip(*(_run_batch(sequence) for sequence in problem.unpack()), strict=True)
-    return torch.cat(ys, 1), torch.cat(Ws), None if problem.z is None else torch.cat(zs)
+def run(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute y (B, T, H, M), final W and z. Packed sequences run one after the other."""
+    if inputs.cu_seqlens is None:
+        return _run_batch(inputs)
+    ys, Ws, zs = zip(*(_run_batch(sequence) for sequence in inputs.unpack()), strict=True)
+    return torch.cat(ys, 1), torch.cat(Ws), torch.cat(zs) if inputs.normalized else None
 
 
-def _run_batch(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The recurrence itself. For the delta rule without normalisation it amounts to
+def _run_batch(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run the recurrence itself. For the delta rule without normalisation it amounts to
 
     for t in range(T):
         v_bar = k[t] @ W
         W = W + outer(k[t], beta[t] * (v[t] - v_bar))
         y[t] = q[t] @ W
     """
-    rule, W, z, dtype = problem.rule, problem.W, problem.z, problem.state_dtype
+    rule, dtype, (W, z) = inputs.rule, inputs.state_dtype, inputs.initial_state()
     # Unbound at once: the gradient of a slice is as large as the whole, and there are T of them.
-    q, k, v = (x.to(dtype).unbind(1) for x in (problem.q, problem.k, problem.v))
-    gates = {name: gate.to(dtype).unsqueeze(-1).unbind(1) for name, gate in problem.gates.items()}
+    q, k, v = (x.to(dtype).unbind(1) for x in (inputs.q, inputs.k, inputs.v))
+    wide = {name: gate.to(dtype) for name, gate in inputs.gates.items()}
+    gates = {name: (gate if gate.dim() == 4 else gate.unsqueeze(-1)).unbind(1) for name, gate in wide.items()}
     outputs = []
     for t in range(len(q)):
         now = {name: gate[t] for name, gate in gates.items()}
-        if problem.starts is not None:
-            W = W.masked_fill(problem.starts[:, t, None, None, None], 0)
-            z = None if z is None else z.masked_fill(problem.starts[:, t, None, None], 0)
+        if inputs.starts is not None:
+            W = W.masked_fill(inputs.starts[:, t, None, None, None], 0)
+            z = None if z is None else z.masked_fill(inputs.starts[:, t, None, None], 0)
         W_old, z_old = W, z
         a, c = rule.accumulator(**now)
         z = z if z is None or a is None else a * z
@@ -42,13 +43,13 @@ def _run_batch(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
         W = rule.step(W, k[t], v[t], lambda W, x, z=z: _read(W, x, z), **now)
         z = None if z is None else z + (k[t] if c is None else c * k[t])
 
-        if problem.mask is not None:
-            kept = problem.mask[:, t, None, None]
+        if inputs.mask is not None:
+            kept = inputs.mask[:, t, None, None]
             W = torch.where(kept.unsqueeze(-1), W, W_old)
             z = None if z is None or z_old is None else torch.where(kept, z, z_old)
         outputs.append(_read(W, q[t], z))
-    y = torch.stack(outputs, 1) if outputs else problem.v.new_empty(problem.v.shape)
-    return y.to(problem.q.dtype), W, z
+    y = torch.stack(outputs, 1) if outputs else inputs.v.new_empty(inputs.v.shape)
+    return y.to(inputs.q.dtype), W, z
 
 
 def _read(W: Tensor, x: Tensor, z: Tensor | None) -> Tensor:

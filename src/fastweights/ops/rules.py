@@ -8,15 +8,16 @@ A rule is one entry of `RULES`: its step in plain PyTorch and, where it belongs 
 
     W_t = a_t W_{t-1} - e_t (a_t W_{t-1} k_t) k_t^T + w_t v_t k_t^T,
 
-the coefficients (a, e, w) from which every fast backend computes it. To add a rule, add a function here.
+the coefficients (a, e, w) from which every fast backend computes it. To add a rule, decorate such a function with
+`register_rule`, here or in a module of your own: layers, the command line and the tests take its gates from its entry.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,28 @@ from torch import Tensor
 from fastweights.common.tables import look_up
 
 Read = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One per-step input of a rule beside q, k and v, between 0 and 1.
+
+    Attributes:
+        name: what `fast_weight_memory` calls it.
+        idle: the value at which the gate leaves the memory as it is; padding gets it.
+        per: "head" for one number a head, (B, T, H), or "key" for one a key channel, (B, T, H, D).
+        bias: where the logits start in a layer, from the first head to the last; None for no bias.
+    """
+
+    name: str
+    idle: float
+    per: Literal["head", "key"] = "head"
+    bias: tuple[float, float] | None = None
+
+
+BETA = Gate("beta", idle=0.0)
+# Memories that at first last from about ten to a few hundred steps, one span per head.
+DECAY = Gate("decay", idle=1.0, bias=(2.0, 6.0))
 
 
 class Coefficients(NamedTuple):
@@ -34,20 +57,33 @@ class Coefficients(NamedTuple):
     write: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
-    """One update rule. `gates` names the per-step, per-head inputs it takes beside q, k and v."""
+    """One update rule; there is one object for each name and choice of options, also after pickling."""
 
     name: str
     source: str
     description: str
-    gates: tuple[str, ...]
+    gates: tuple[Gate, ...]
     step: Callable[..., Tensor]
     coefficients: Callable[..., Coefficients] | None = None
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    chosen: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def gate_names(self) -> tuple[str, ...]:
+        """The names of its gates, in order."""
+        return tuple(gate.name for gate in self.gates)
+
+    @property
+    def only_adds(self) -> bool:
+        """Whether it never removes what is stored under a key, so that its read-out can be a weighted mean."""
+        if self.coefficients is None:
+            return False
+        return self.coefficients(**{name: torch.ones(()) for name in self.gate_names}).erase is None
 
     def accumulator(self, **gates: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(a, c) of the accumulator z_t = a_t z_{t-1} + c_t k_t of attention normalisation, Eqs. 18 and 26.
+        """Return (a, c) of the accumulator z_t = a_t z_{t-1} + c_t k_t of attention normalisation, Eqs. 18 and 26.
 
         A rule that only adds weighs the key in z as it weighs the value in W, so that the weights of its read-out sum
         to one. A rule that also removes counts each key once, as the paper does for the delta rule.
@@ -57,70 +93,102 @@ class Rule:
         a, e, w = self.coefficients(**gates)
         return a, w if e is None else None
 
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
+        if self.name in RULES and update_rule(self.name, **dict(self.chosen)) is self:
+            return _unpickled, (self.name, self.chosen)
+        return super().__reduce_ex__(protocol)
+
 
 RULES: dict[str, Rule] = {}
+_Step = Callable[..., Tensor]
 
 
-def _rule(
+def register_rule(
     name: str,
     source: str,
-    gates: tuple[str, ...] = (),
+    gates: tuple[Gate, ...] = (),
     coefficients: Callable[..., Coefficients] | None = None,
     options: Mapping[str, tuple[str, ...]] | None = None,
-) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Enter the decorated step function into `RULES`."""
+) -> Callable[[_Step], _Step]:
+    """Enter the decorated step function as the rule `name`, for every layer, backend and command.
 
-    def enter(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        description = (step.__doc__ or "").splitlines()[0]
+    Args:
+        name: what `rule=` takes.
+        source: the equation or paper it is from.
+        gates: the rule's gates, in the order in which a layer projects them; see `Gate`.
+        coefficients: from the gates to (a, e, w) of the family, where the rule belongs to it; without them the rule
+            runs on the backend `reference` only.
+        options: names of further keyword arguments of the step function, and their possible values.
+    """
+
+    def enter(step: _Step) -> _Step:
+        if name in RULES:
+            raise ValueError(f"there is a rule {name!r} already, from {RULES[name].source}; choose another name")
+        description = (step.__doc__ or "").partition("\n")[0]
         RULES[name] = Rule(name, source, description, gates, step, coefficients, options or {})
         return step
 
     return enter
 
 
+@cache
+def _with_options(name: str, *chosen: tuple[str, str]) -> Rule:
+    """Return the one object for a rule with these options."""
+    rule = RULES[name]
+    step = partial(rule.step, **dict(chosen))
+    fixed = (rule.name, rule.source, rule.description, rule.gates)
+    return Rule(*fixed, step, rule.coefficients, rule.options, chosen)
+
+
+def _unpickled(name: str, chosen: tuple[tuple[str, str], ...]) -> Rule:
+    return update_rule(name, **dict(chosen))
+
+
 def update_rule(rule: str | Rule, **options: str) -> Rule:
-    """The rule of that name, with its options set: `update_rule("fwp1991", sigma="identity")`."""
-    found = rule if isinstance(rule, Rule) else look_up(RULES, rule, "rule")
+    """Return the rule of that name with its options set: `update_rule("fwp1991", sigma="identity")`."""
+    base = rule if isinstance(rule, Rule) else look_up(RULES, rule, "rule")
+    if not options:
+        return base
     for option, value in options.items():
-        if option not in found.options:
-            raise ValueError(f"rule {found.name!r} has no option {option!r} (options: {list(found.options)})")
-        look_up(dict.fromkeys(found.options[option]), value, f"{option} of rule {found.name!r}")
-    return replace(found, step=partial(found.step, **options)) if options else found
+        if option not in base.options:
+            raise ValueError(f"rule {base.name!r} has no option {option!r} (options: {list(base.options)})")
+        look_up(dict.fromkeys(base.options[option]), value, f"{option} of rule {base.name!r}")
+    return _with_options(base.name, *sorted({**dict(base.chosen), **options}.items()))
 
 
 def list_rules() -> dict[str, str]:
-    """Name and one-line description of every update rule."""
+    """Return name and one-line description of every update rule."""
     return {name: f"{rule.description} [{rule.source}]" for name, rule in RULES.items()}
 
 
 def outer(k: Tensor, v: Tensor) -> Tensor:
-    """The paper's v ⊗ k, key-major: (..., D), (..., M) -> (..., D, M)."""
+    """Compute the paper's v ⊗ k, key-major: (..., D), (..., M) -> (..., D, M)."""
     return k.unsqueeze(-1) * v.unsqueeze(-2)
 
 
-@_rule("sum", "Eq. 17", coefficients=lambda: Coefficients())
+@register_rule("sum", "Eq. 17", coefficients=lambda: Coefficients())
 def sum_rule(W: Tensor, k: Tensor, v: Tensor, read: Read) -> Tensor:
     """W + v ⊗ k: purely additive, the linear Transformer."""
     return W + outer(k, v)
 
 
-@_rule("delta", "Eq. 24", ("beta",), lambda beta: Coefficients(erase=beta, write=beta))
+@register_rule("delta", "Eq. 24", (BETA,), lambda beta: Coefficients(erase=beta, write=beta))
 def delta_rule(W: Tensor, k: Tensor, v: Tensor, read: Read, beta: Tensor) -> Tensor:
     """W + beta (v - v_bar) ⊗ k, v_bar = W k: replaces what is stored under k, the Delta Network."""
     v_bar = read(W, k)
     return W + outer(k, beta * (v - v_bar))
 
 
-@_rule("gated", "App. B, Peng et al. 2021", ("beta",), lambda beta: Coefficients(decay=1 - beta, write=beta))
+@register_rule("gated", "App. B, Peng et al. 2021", (BETA,), lambda beta: Coefficients(decay=1 - beta, write=beta))
 def gated_rule(W: Tensor, k: Tensor, v: Tensor, read: Read, beta: Tensor) -> Tensor:
     """(1 - beta) W + beta v ⊗ k: forgets everything a little to write one thing."""
     return (1 - beta).unsqueeze(-1) * W + outer(k, beta * v)
 
 
-@_rule(
+@register_rule(
     "gated_delta",
     "Yang et al. 2025",
-    ("beta", "decay"),
+    (BETA, DECAY),
     lambda beta, decay: Coefficients(decay=decay, erase=beta, write=beta),
 )
 def gated_delta_rule(W: Tensor, k: Tensor, v: Tensor, read: Read, beta: Tensor, decay: Tensor) -> Tensor:
@@ -129,13 +197,13 @@ def gated_delta_rule(W: Tensor, k: Tensor, v: Tensor, read: Read, beta: Tensor, 
     return W + outer(k, beta * (v - read(W, k)))
 
 
-@_rule("decay", "Sun et al. 2023", ("decay",), lambda decay: Coefficients(decay=decay))
+@register_rule("decay", "Sun et al. 2023", (DECAY,), lambda decay: Coefficients(decay=decay))
 def decay_rule(W: Tensor, k: Tensor, v: Tensor, read: Read, decay: Tensor) -> Tensor:
     """decay W + v ⊗ k: the sum rule on a memory that fades (RetNet)."""
     return decay.unsqueeze(-1) * W + outer(k, v)
 
 
-@_rule("schlag2021", "Sec. 6.1.2, Schlag et al. 2021", ("beta",))
+@register_rule("schlag2021", "Sec. 6.1.2, Schlag et al. 2021", (BETA,))
 def schlag2021_rule(W: Tensor, k: Tensor, v: Tensor, read: Read, beta: Tensor) -> Tensor:
     """The fast weight memory of 2021: a delta step, then W / max(1, ||W||_F)."""
     W = delta_rule(W, k, v, read, beta)
@@ -144,7 +212,7 @@ def schlag2021_rule(W: Tensor, k: Tensor, v: Tensor, read: Read, beta: Tensor) -
     return W / torch.where(squared > 1, squared, 1).sqrt()
 
 
-@_rule("fwp1991", "Eqs. 1-3", options={"sigma": ("tanh", "identity")})
+@register_rule("fwp1991", "Eqs. 1-3", options={"sigma": ("tanh", "identity")})
 def fwp1991_rule(W: Tensor, k: Tensor, v: Tensor, read: Read, sigma: str = "tanh") -> Tensor:
     """sigma(W + v ⊗ k): the fast weight programmer of 1991; sigma is "tanh" (default) or "identity"."""
     W = W + outer(k, v)

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+StateClass = TypeVar("StateClass", bound=type)
+
+
+def register_state(cls: StateClass) -> StateClass:
+    """Let `torch.load(weights_only=True)`, `torch.export` and `tree_map` know a dataclass of tensors and lists."""
+    names = [f.name for f in fields(cls)]
+    pytree.register_pytree_node(
+        cls,
+        lambda state: ([getattr(state, name) for name in names], None),
+        lambda values, _: cls(*values),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        flatten_with_keys_fn=lambda state: (
+            [(pytree.GetAttrKey(name), getattr(state, name)) for name in names],
+            None,
+        ),
+    )
+    torch.serialization.add_safe_globals([cls])
+    return cls
 
 
 @dataclass(eq=False)
 class State:
-    """Named tensors with the batch first. Subclasses only name their fields."""
+    """Named tensors with the batch first. Subclasses name their fields and are decorated with `register_state`."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by field name."""
@@ -55,16 +75,18 @@ class State:
         """Read what `save` wrote; a file of another kind of state is refused."""
         from safetensors.torch import load_file
 
-        found = load_file(str(path), device=str(device))
-        known = {f.name for f in fields(cls)}
-        if not found or not set(found) <= known:
+        tensors = load_file(str(path), device=str(device))
+        names = {f.name for f in fields(cls)}
+        needed = {f.name for f in fields(cls) if f.default is MISSING}
+        if not needed <= set(tensors) <= names:
             raise ValueError(
-                f"{path} holds {sorted(found)}, not a {cls.__name__} (fields: {sorted(known)}); "
-                "it was saved from another kind of layer"
+                f"{path} holds {sorted(tensors)}, not a {cls.__name__} (fields: {sorted(names)}, of which it needs "
+                f"{sorted(needed)}); it was saved from another kind of layer"
             )
-        return cls(**found)
+        return cls(**tensors)
 
 
+@register_state
 @dataclass(eq=False)
 class FastWeightState(State):
     """Fast weights W (B, H, D, M) and, under attention normalisation, the accumulator z (B, H, D)."""

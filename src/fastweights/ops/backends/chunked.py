@@ -1,19 +1,21 @@
 """Backend `chunked`: the family's recurrence by `ops.chunked`."""
 
+from functools import partial
+
 from fastweights.ops import chunked, family
-from fastweights.ops.backend import Backend
-from fastweights.ops.problem import Problem
+from fastweights.ops.spec import Backend, Executable, Refusal, Spec, mapping_first
 
 
-def _refuses(problem: Problem) -> str | None:
-    if problem.rule.coefficients is None:
-        return f"rule {problem.rule.name!r} is outside the family W = aW - e(aWk)k^T + w v k^T"
-    return None
+def prepare(spec: Spec) -> Executable | Refusal:
+    """Answer with the chunked recurrence for every rule of the family."""
+    if reason := family.outside(spec.rule):
+        return Refusal(reason)
+    return family.executable(partial(chunked.recurrence, eager=spec.eager))
 
 
 BACKEND = Backend(
     name="chunked",
     description="matrix products in chunks of time, plain PyTorch: rules of the family, any device, O(T/C) states kept",
-    run=lambda problem: family.run(problem, chunked.recurrence),
-    refuses=_refuses,
+    prepare=mapping_first(prepare),
+    single_tokens=False,
 )

@@ -1,11 +1,10 @@
 """Backend `reference`: the loop of `ops.reference`."""
 
 from fastweights.ops import reference
-from fastweights.ops.backend import Backend
+from fastweights.ops.spec import Backend, mapping_first
 
 BACKEND = Backend(
     name="reference",
-    description="the paper's equations as a loop over time: every rule, any device, differentiable twice",
-    run=reference.run,
-    refuses=lambda problem: None,
+    description="the paper's equations as a loop over time: every rule, any device, differentiable any number of times",
+    prepare=mapping_first(lambda spec: reference.run),
 )

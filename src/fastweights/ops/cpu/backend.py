@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from fastweights.ops import causality, family
-from fastweights.ops.autograd import differentiable, direct, like_inputs, plain, wants_gradients
-from fastweights.ops.backend import Backend
 from fastweights.ops.causality import Tokens
 from fastweights.ops.cpu.build import failure, library, unavailable
-from fastweights.ops.problem import Problem
+from fastweights.ops.operator import ChunkedOperator, number_of_chunks
+from fastweights.ops.spec import Backend, Executable, Refusal, Spec, mapping_first
 
 # The features of each tensor, by the last letter of its name and of its gradient's: none for the coefficients.
 SIZES = {"q": "D", "k": "D", "v": "M", "y": "M", "a": None, "e": None, "w": None}
@@ -103,13 +102,6 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _number_of_chunks(q: Tensor, chunk: int, cu_seqlens: Tensor | None) -> int:
-    """Chunks to keep a state for. With packed sequences the true number hangs on their lengths; this bounds it."""
-    if cu_seqlens is None:
-        return q.shape[0] * -(-q.shape[1] // chunk)
-    return q.shape[1] // chunk + cu_seqlens.numel() - 1
-
-
 def _chunk_starts(q: Tensor, cu_seqlens: Tensor | None, chunk: int) -> list[tuple[int, int]]:
     """Return row and time of the first token of each chunk, in the order of `before`."""
     B, T = q.shape[:2]
@@ -143,22 +135,13 @@ def _forward(
     q, k, v, a, e, w = tokens
     q, k, v, W = _rows(q), _rows(k), _rows(v), W.contiguous()
     y, W_end = v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape)
-    before = W.new_empty((_number_of_chunks(q, chunk, cu_seqlens) if keep else 0, *W.shape[1:]))
+    before = W.new_empty((number_of_chunks(q, chunk, cu_seqlens) if keep else 0, *W.shape[1:]))
     if cu_seqlens is not None:
         used = (cu_seqlens.diff() + chunk - 1).div(chunk, rounding_mode="floor").sum()
         before[int(used) :] = 0
     views = {"q": q, "k": k, "v": v, "a": a, "e": e, "w": w, "y": y}
     finite = _call("fastweights_forward", chunk, cu_seqlens, views, W=W, W_end=W_end, before=before)
     return y, W_end, before, finite
-
-
-op = torch.library.custom_op("fastweights::cpu", forward, mutates_args=(), device_types="cpu")
-
-
-@op.register_fake
-def _(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, chunk):  # type: ignore[no-untyped-def]
-    count = _number_of_chunks(q, chunk, cu_seqlens) if keep else 0
-    return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), W.new_empty((count, *W.shape[1:]))
 
 
 def backward(
@@ -198,51 +181,23 @@ def _backward(
     return [*grads.values(), dW_start], finite
 
 
-backward_op = torch.library.custom_op("fastweights::cpu_backward", backward, mutates_args=(), device_types="cpu")
+OPERATOR = ChunkedOperator("cpu", forward, backward, chunk_length, device_types="cpu")
+recurrence = OPERATOR.recurrence
 
 
-@backward_op.register_fake
-def _(dy, dW, q, k, v, a, e, w, before, cu_seqlens, chunk):  # type: ignore[no-untyped-def]
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    return [*like_inputs(q, k, v, a, e, w), before.new_empty((N, *before.shape[1:]))]
-
-
-differentiable(op, backward_op)
-_direct = direct(forward, backward, backward_op)
-
-
-def recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor | None,
-    e: Tensor | None,
-    w: Tensor | None,
-    W: Tensor,
-    cu_seqlens: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """The recurrence in C++, as `ops.family.Recurrence` has it."""
-    inputs = (q, k, v, a, e, w, W)
-    keep = wants_gradients(*inputs)
-    run = _direct if plain(*inputs, cu_seqlens) else op
-    y, W, *_ = run(*inputs, cu_seqlens, dtype, keep, chunk_length(k.shape[-1], v.shape[-1]))
-    return y, W
-
-
-def refuses(problem: Problem) -> str | None:
-    """Why it is not for this problem."""
-    if problem.rule.coefficients is None:
-        return f"rule {problem.rule.name!r} is outside the family W = aW - e(aWk)k^T + w v k^T"
-    if problem.q.device.type != "cpu":
-        return f"it runs on the CPU, the tensors are on {problem.q.device}"
-    return failure()
+def prepare(spec: Spec) -> Executable | Refusal:
+    """Answer with the recurrence in C++ for rules of the family and tensors on the CPU."""
+    reason = family.outside(spec.rule)
+    if reason is None and spec.device.type != "cpu":
+        reason = f"it runs on the CPU, the tensors are on {spec.device}"
+    reason = reason or failure()
+    return Refusal(reason) if reason else family.executable(partial(recurrence, eager=spec.eager))
 
 
 BACKEND = Backend(
     name="cpu",
     description="C++ in chunks of time, all threads: rules of the family, tensors on the CPU, O(T/C) states kept",
-    run=lambda problem: family.run(problem, recurrence),
-    refuses=refuses,
+    prepare=mapping_first(prepare),
     unavailable=unavailable,
+    single_tokens=False,
 )

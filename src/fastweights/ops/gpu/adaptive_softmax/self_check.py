@@ -12,8 +12,8 @@ from torch import Tensor
 from fastweights.ops.gpu import device
 from fastweights.ops.gpu.adaptive_softmax import launch
 from fastweights.ops.gpu.adaptive_softmax.variants import TABLE, Config, configuration
+from fastweights.ops.gpu.self_check import Check, relative_errors
 from fastweights.ops.losses.adaptive_softmax import plain_nll
-from fastweights.ops.self_check import Check, relative_errors
 
 DTYPES = (torch.bfloat16, torch.float32)
 

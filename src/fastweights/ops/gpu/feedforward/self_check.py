@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastweights.ops.gpu import device
 from fastweights.ops.gpu.feedforward import launch
-from fastweights.ops.self_check import Check, relative_errors
+from fastweights.ops.gpu.self_check import Check, relative_errors
 
 LARGEST_D = max(launch.TILES)
 # "dropped" is in thousands of standard deviations of the share that is dropped.

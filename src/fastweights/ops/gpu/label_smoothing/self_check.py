@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastweights.ops.gpu import device
 from fastweights.ops.gpu.label_smoothing import launch
-from fastweights.ops.self_check import Check, relative_errors
+from fastweights.ops.gpu.self_check import Check, relative_errors
 
 DTYPES = (torch.bfloat16, torch.float32)
 SMOOTHING = 0.1

@@ -2,111 +2,109 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from fastweights.ops import family
-from fastweights.ops.backend import Backend
 from fastweights.ops.gpu.device import interpreted, unavailable
 from fastweights.ops.gpu.memory import self_check
-from fastweights.ops.gpu.memory.autograd import again, recurrence, step, takes_step
-from fastweights.ops.gpu.memory.kinds import AnyKind, Kind, StepKind
+from fastweights.ops.gpu.memory.autograd import OneToken, Walk
+from fastweights.ops.gpu.memory.kinds import Kind, StepKind
 from fastweights.ops.gpu.memory.variants import (
-    FEW,
     LARGEST_D,
     LARGEST_M,
     LARGEST_M_MAPPED,
-    LONG,
     candidates,
     holds_features,
     may_go_by_token,
 )
-from fastweights.ops.problem import Problem
+from fastweights.ops.spec import Backend, Executable, Refusal, Spec, after_mapping
 
 
-def why_unfused(problem: Problem) -> str | None:
-    """Why the features of the problem have to be computed before the kernels run."""
-    rule, (_, _, D, M) = problem.rule, problem.W.shape
+def prepare(spec: Spec) -> Executable | Refusal:
+    """Answer with the kernels for a call, maps on chip where there is room for them, or say why there are none."""
+    if reason := _refusal(spec):
+        return Refusal(reason)
+    if why_unfused(spec):
+        answer = prepare(spec.mapped())
+        return answer if isinstance(answer, Refusal) else after_mapping(answer)
+    if _is_one_step(spec):
+        kind = StepKind.of(spec)
+        reason = _unproven(kind, spec)
+        return Refusal(reason) if reason else OneToken(kind, spec.eager)
+    walks = []
+    for part in family.parts(spec, LARGEST_M):
+        walk = _walk(spec, part)
+        if isinstance(walk, Refusal):
+            return walk
+        walks.append(walk)
+    return family.executable(*walks, most=LARGEST_M)
+
+
+def _walk(spec: Spec, part: family.Part) -> Walk | Refusal:
+    """Return the best walk for a part of a call that is right on this machine."""
+    by_token = may_go_by_token(part.decay, spec.H, spec.D, part.M)
+    reason = None
+    for variant in candidates(spec.D, part.M, part.dtype, spec.N * spec.H, spec.T, spec.features, by_token):
+        kind = Kind(part.dtype, spec.q.shape[3], *part[1:], spec.packed, variant, spec.features)
+        reason = _unproven(kind, spec)
+        if reason is None:
+            return Walk(kind, spec.eager)
+    assert reason is not None
+    return Refusal(reason)
+
+
+def _unproven(kind: Kind | StepKind, spec: Spec) -> str | None:
+    """Say why kernels must not be used. Tracing has no numbers to check with; custom ops check when they first run."""
+    if interpreted() or torch.compiler.is_compiling():
+        return None
+    return self_check.refusal(kind, spec.H, spec.device)
+
+
+def _is_one_step(spec: Spec) -> bool:
+    """Return whether the call is one token for each sequence, and nobody wants gradients."""
+    return spec.T == 1 and not spec.packed and not spec.gradients
+
+
+def why_unfused(spec: Spec) -> str | None:
+    """Say why the features of a call have to be computed before the kernels run; None where they need not."""
+    features, rule, D = spec.features, spec.rule, spec.D
     # The accumulator of attention normalisation may come in as one more value column.
-    M += problem.z is not None
-    if problem.features.sum and not problem.features.map:
+    M, one = spec.M + spec.normalized, _is_one_step(spec)
+    if features.map == "other":
+        return "the kernels do not know this feature map or normalisation"
+    if features.sum and not features.maps:
         return "the kernels normalise what they map themselves, not keys that come mapped"
-    if problem.features.map and not holds_features(D, M) and not takes_step(problem):
+    if features.maps and not holds_features(D, M) and not one:
         limits = ", ".join(f"D = {most} beside M = {values}" for most, values in LARGEST_M_MAPPED.items())
         return f"phi has D = {D} features beside M = {M} values; inside the kernels there is room for up to {limits}"
-    if problem.features.logits and rule.coefficients is not None and not family.takes_logits(rule):
+    if features.logits and not family.takes_logits(rule):
         return f"rule {rule.name!r} computes its coefficients from gates, not from their logits"
-    if takes_step(problem):
-        return None
-    if problem.z is not None and any(part.erase for part in family.parts(problem)):
+    if spec.normalized and not one and not rule.only_adds and (features.maps or features.logits):
         return f"attention normalisation of rule {rule.name!r} divides a gate by what the keys give"
     return None
 
 
-def refuses(problem: Problem) -> str | None:
-    """Why the kernels are not for this problem."""
-    q, (_, _, D, M) = problem.q, problem.W.shape
-    if problem.rule.coefficients is None:
-        return f"rule {problem.rule.name!r} is outside the family W = aW - e(aWk)k^T + w v k^T"
-    if D > LARGEST_D or M > LARGEST_M:
-        return f"keys may have up to {LARGEST_D} and values up to {LARGEST_M} features, got D = {D} and M = {M}"
+def _refusal(spec: Spec) -> str | None:
+    """Say why the kernels are not for such a call."""
+    if reason := family.outside(spec.rule):
+        return reason
+    if spec.D > LARGEST_D or spec.M > LARGEST_M:
+        limits = f"keys may have up to {LARGEST_D} and values up to {LARGEST_M} features"
+        return f"{limits}, got D = {spec.D} and M = {spec.M}"
     if interpreted():
-        if q.device.type != "cpu":
-            return f"Triton's interpreter runs on the CPU, the tensors are on {q.device}"
-        if q.dtype == torch.bfloat16:
-            return "Triton's interpreter computes bfloat16 wrongly"
-        return None
-    if q.device.type != "cuda":
-        return f"the kernels run on CUDA devices, the tensors are on {q.device}"
-    if q.dtype == torch.float64:
+        if spec.device.type != "cpu":
+            return f"Triton's interpreter runs on the CPU, the tensors are on {spec.device}"
+        return "Triton's interpreter computes bfloat16 wrongly" if spec.dtype == torch.bfloat16 else None
+    if spec.device.type != "cuda":
+        return f"the kernels run on CUDA devices, the tensors are on {spec.device}"
+    if spec.dtype == torch.float64:
         return "the kernels compute in float32, bfloat16 and float16, not in float64"
-    # Tracing has no numbers to check with; the custom op checks when it first runs.
-    return None if torch.compiler.is_compiling() else _unproven(problem)
-
-
-_decided: dict[tuple[Any, ...], str | None] = {}
-
-
-def _unproven(problem: Problem) -> str | None:
-    """Which of the kernels that the problem needs failed their self-check."""
-    q, (N, H, D, M), features = problem.q, problem.W.shape, problem.features
-    packed, walks, one = problem.cu_seqlens is not None, min(N * H, FEW + 1), takes_step(problem)
-    # Only few long walks, or one token, depend on more than on whether they are long.
-    T = q.shape[1]
-    if T != 1 and (walks > FEW or T < LONG):
-        T = min(T, LONG) // LONG * LONG
-    form = (problem.z is None, problem.starts is None, packed, walks, T, features, one)
-    key = (problem.rule.coefficients, q.dtype, q.device, H, D, M, *form)
-    if key not in _decided:
-        kinds: list[AnyKind] = []
-        if one:
-            kinds.append(StepKind.of_problem(problem))
-        else:
-            for part in family.parts(problem, LARGEST_M):
-                by_token = may_go_by_token(part.decay, H, D, part.M)
-                variants = candidates(D, part.M, part.dtype, walks, T, features, by_token)
-                options = [Kind(part.dtype, q.shape[3], *part[1:], packed, variant, features) for variant in variants]
-                kinds.append(self_check.first_right(options, H, q.device))
-        reasons = (self_check.refusal(kind, H, q.device) for kind in kinds)
-        _decided[key] = next((reason for reason in reasons if reason), None)
-    return _decided[key]
-
-
-def run(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y, W and z."""
-    if takes_step(problem):
-        return step(problem)
-    return family.run(problem, partial(recurrence, features=problem.features), LARGEST_M)
+    return None
 
 
 BACKEND = Backend(
     name="triton",
-    description="fused GPU kernels, states on chip: rules of the family, CUDA 8.0 and up, states and errors kept",
-    run=run,
-    refuses=refuses,
+    description="fused GPU kernels, states on chip: rules of the family, compute capability 8.0 and up",
+    prepare=prepare,
     unavailable=unavailable,
-    again=again,
 )

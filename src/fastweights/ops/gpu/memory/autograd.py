@@ -1,9 +1,4 @@
-"""The recurrence of the family on the kernels, for autograd; Triton itself is imported when they first run.
-
-There are two ways in. Plain tensors in eager mode go straight to the launch code, through an `autograd.Function`: the
-Python around a custom op takes longer than the smaller kernels run. Everything that traces or wraps (torch.compile,
-export, fake tensors, tensor subclasses, torch.func) sees custom ops.
-"""
+"""The recurrence on the kernels, as executables and custom ops; Triton itself is imported when they first run."""
 
 from __future__ import annotations
 
@@ -15,32 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.ops.autograd import Gradients, differentiable, like_inputs, plain, plain_gradient, wants_gradients
-from fastweights.ops.backend import Again
-from fastweights.ops.family import coefficients, coefficients_of
-from fastweights.ops.features import PLAIN, Features
+from fastweights.ops.family import coefficients
+from fastweights.ops.features import Features
+from fastweights.ops.gpu.memory.kinds import Kind, StepKind
 from fastweights.ops.gpu.memory.variants import (
-    Variant,
-    candidates,
     from_integers,
     group_length,
-    holds_features,
     kept_shapes,
-    may_go_by_token,
     number_of_groups,
     operand_dtype,
     to_integers,
 )
-from fastweights.ops.problem import Problem
-
-Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
+from fastweights.ops.operator import Operator
+from fastweights.ops.spec import Inputs
 
 
 @cache
-def _walks() -> ModuleType:
-    from fastweights.ops.gpu.memory import grouped as walks
+def _grouped() -> ModuleType:
+    from fastweights.ops.gpu.memory import grouped
 
-    return walks
+    return grouped
 
 
 @cache
@@ -57,16 +46,15 @@ def _one_token() -> Any:
     return step
 
 
-def _prove(kind: Any, q: Tensor) -> None:
-    """Whatever traced the call could not check the kernels: it had no numbers."""
+def _prove(kind: Kind | StepKind, q: Tensor) -> None:
+    """Check kernels that a traced call asks for: whatever traced it had no numbers to check with."""
     from fastweights.ops.gpu.memory import self_check
 
     if reason := self_check.refusal(kind, q.shape[2], q.device):
         raise RuntimeError(f"{reason}; compile again with FASTWEIGHTS_BACKEND=chunked")
 
 
-@torch.library.custom_op("fastweights::triton_walk", mutates_args=())
-def walk(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -77,39 +65,38 @@ def walk(
     cu_seqlens: Tensor | None,
     dtype: torch.dtype,
     keep: bool,
-    wide: torch.dtype,
     tied: bool,
-    config: Sequence[int],
-    features: Sequence[int],
+    variant: Sequence[int],
+    map: str,
+    nu: int,
+    sum: bool,
+    logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y in `dtype`, the final W, and with `keep` the chunks' states (slots, H, M, D) and inverses (slots, H, C, C).
 
     Then, of a rule that erases, the tokens' errors (B, T, H, M); last the groups' transitions (groups, H, D, D). With
-    `tied` the write gate is the erase gate, and w is None. The `Features` are those that q and k do not have yet.
+    `tied` the write gate is the erase gate, and w is None. The map and what follows are `Features`.
     """
-    from fastweights.ops.gpu.memory.kinds import Kind
-
-    row, maps = from_integers(config), Features(*features)
-    _prove(Kind.of(q, v, (a, e, w), tied, cu_seqlens, row, maps), q)
-    rest = (W, cu_seqlens, dtype, wide, tied, keep, row, maps)
-    *result, transitions = _walks().forward(q, k, v, (a, e, w), *rest)
+    kernels, features = from_integers(variant), Features(map, nu, sum, logits)
+    _prove(Kind.of(q, v, (a, e, w), tied, cu_seqlens, kernels, features), q)
+    rest = (W, cu_seqlens, dtype, W.dtype, tied, keep, kernels, features)
+    *result, transitions = _grouped().forward(q, k, v, (a, e, w), *rest)
     return *result, W.new_empty((0, *W.shape[1:3], W.shape[2])) if transitions is None else transitions
 
 
-@walk.register_fake
-def _(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, wide, tied, config, features):  # type: ignore[no-untyped-def]
-    config, (_, H, D, M) = from_integers(config), W.shape
-    kept = operand_dtype(q.dtype, wide, config)
-    shapes = kept_shapes((*q.shape[:3], D), M, e is not None, cu_seqlens, keep, config)
-    states = q.new_empty(shapes[0], dtype=kept)
-    inverses, errors = (q.new_empty(shape, dtype=kept) for shape in shapes[1:])
-    groups = q.shape[0] * number_of_groups(q.shape[1], cu_seqlens, config)
+def _fake(  # type: ignore[no-untyped-def]
+    q, k, v, a, e, w, W, cu_seqlens, dtype, keep, tied, variant, map, nu, sum, logits
+):
+    kernels, (_, H, D, M) = from_integers(variant), W.shape
+    kept = operand_dtype(q.dtype, W.dtype, kernels)
+    shapes = kept_shapes((*q.shape[:3], D), M, e is not None, cu_seqlens, keep, kernels)
+    states, inverses, errors = (q.new_empty(shape, dtype=kept) for shape in shapes)
+    groups = q.shape[0] * number_of_groups(q.shape[1], cu_seqlens, kernels)
     transitions = W.new_empty((groups, H, D, D))
     return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), states, inverses, errors, transitions
 
 
-@torch.library.custom_op("fastweights::triton_walk_backward", mutates_args=())
-def walk_backward(
+def _backward(
     dy: Tensor,
     dW: Tensor | None,
     q: Tensor,
@@ -123,190 +110,108 @@ def walk_backward(
     errors: Tensor,
     transitions: Tensor,
     cu_seqlens: Tensor | None,
-    wide: torch.dtype,
     tied: bool,
-    config: Sequence[int],
-    features: Sequence[int],
+    variant: Sequence[int],
+    map: str,
+    nu: int,
+    sum: bool,
+    logits: bool,
 ) -> list[Tensor]:
     """Gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
-    rest = (
-        states,
-        inverses,
-        errors,
-        transitions,
-        cu_seqlens,
-        wide,
-        tied,
-        True,
-        from_integers(config),
-        Features(*features),
-    )
-    dq, dk, dv, gates, dW = _walks().backward(dy, dW, q, k, v, (a, e, w), *rest)
+    wide, kept = torch.promote_types(q.dtype, torch.float32), (states, inverses, errors, transitions)
+    rest = (*kept, cu_seqlens, wide, tied, True, from_integers(variant), Features(map, nu, sum, logits))
+    dq, dk, dv, gates, dW = _grouped().backward(dy, dW, q, k, v, (a, e, w), *rest)
     return [dq, dk, dv, *(gate for gate in gates if gate is not None), dW]
 
 
-@walk_backward.register_fake
-def _(dy, dW, q, k, v, a, e, w, states, inverses, errors, transitions, cu_seqlens, wide, tied, config, features):  # type: ignore[no-untyped-def]
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    D = Features(*features).size(q.shape[3])
-    return [*like_inputs(q, k, v, a, e, w), q.new_empty((N, q.shape[2], D, v.shape[3]), dtype=wide)]
+def _forward_eagerly(*arguments: Any) -> tuple[Tensor, ...]:
+    *inputs, W, cu_seqlens, dtype, keep, walk = arguments
+    return walk.forward(inputs, W, cu_seqlens, dtype, keep)
 
 
-differentiable(walk, walk_backward)
+def _backward_eagerly(dy: Tensor, dW: Tensor | None, *arguments: Any) -> list[Tensor | None]:
+    *tensors, cu_seqlens, walk, wants_state = arguments
+    dq, dk, dv, gates, dW = walk.backward(dy, dW, tensors[:6], tensors[6:], cu_seqlens, wants_state)
+    return [dq, dk, dv, *(gate for gate in gates if gate is not None), dW]
 
 
-class _Walk(torch.autograd.Function):
-    """The same, without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, a, e, w, W, cu_seqlens, (plan, rest) = inputs
-        if plan is None:
-            dtype, wide, tied, config, features = rest
-            arguments = (cu_seqlens, dtype, wide, tied, True, config, features)
-            y, W_end, *kept = _walks().forward(q, k, v, (a, e, w), W, *arguments)
-        else:
-            y, W_end, *kept = plan.forward((q, k, v, a, e, w), W, cu_seqlens, True)
-        ctx.save_for_backward(q, k, v, a, e, w, W if ctx.needs_input_grad[6] else None, cu_seqlens, *kept)
-        ctx.how = plan, rest
-        ctx.set_materialize_grads(False)
-        return y, W_end
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> Gradients:
-        q, k, v, a, e, w, W, cu_seqlens, *kept = ctx.saved_tensors
-        plan, (dtype, wide, tied, config, features) = ctx.how
-        if dy is None:
-            dy = v.new_zeros(v.shape, dtype=dtype)
-        wants_state = ctx.needs_input_grad[6]
-        if not plain_gradient(dy, dW):
-            if W is not None:
-                # So that second derivatives see that states depend on the initial one.
-                kept[0] = kept[0] + W.flatten()[:0].sum().to(kept[0].dtype)
-            if plan is not None or kept[3] is None:
-                kept[3:] = [q.new_empty(0)]
-            settings = (cu_seqlens, wide, tied, to_integers(config), list(features))
-            grads = iter(walk_backward(dy, dW, q, k, v, a, e, w, *kept, *settings))
-            found = [None if x is None else next(grads) for x in (q, k, v, a, e, w)]
-            return *found, next(grads) if wants_state else None, None, None
-        if plan is None:
-            rest = (*kept, cu_seqlens, wide, tied, wants_state, config, features)
-            dq, dk, dv, gates, dW = _walks().backward(dy, dW, q, k, v, (a, e, w), *rest)
-        else:
-            inputs = (q, k, v, a, e, w)
-            dq, dk, dv, gates, dW = plan.backward(inputs, dy, dW, *kept, cu_seqlens, wants_state)
-        return dq, dk, dv, *gates, dW, None, None
+def _for_custom_op(kept: list[Tensor | None], settings: tuple[Walk]) -> tuple[list[Tensor | None], tuple[Any, ...]]:
+    states = kept[0]
+    assert states is not None
+    return [*kept[:3], states.new_empty(0) if kept[3] is None else kept[3]], settings[0].settings
 
 
-# `Function.apply` first looks for torch.func, which `plain` has done.
-_apply = super(torch.autograd.Function, _Walk).apply
+OPERATOR = Operator(
+    "triton_walk",
+    _forward,
+    _backward,
+    _fake,
+    state_size=lambda q, tied, variant, *features: Features(*features).size(q.shape[3]),
+    heads=(1, 1, 2, 1),
+    eager=(_forward_eagerly, _backward_eagerly),
+    for_custom_op=_for_custom_op,
+)
 
 
-def _variant(
-    q: Tensor, v: Tensor, gates: Gates, tied: bool, N: int, cu_seqlens: Tensor | None, features: Features
-) -> Variant:
-    """The first candidate whose kernels are right; while something traces, there are no numbers to find out with."""
-    (_, T, H, R), M = q.shape, v.shape[3]
-    D = features.size(R)
-    variants = candidates(D, M, q.dtype, N * H, T, features, may_go_by_token(gates[0] is not None, H, D, M))
-    if len(variants) == 1 or not plain(q, v, *gates):
-        return variants[0]
-    from fastweights.ops.gpu.memory import self_check
-    from fastweights.ops.gpu.memory.kinds import Kind
+class Walk:
+    """One recurrence of a call on its kernels, as `ops.family.Recurrence` has it; what follows from shapes is kept."""
 
-    kinds = [Kind.of(q, v, gates, tied, cu_seqlens, variant, features) for variant in variants]
-    return self_check.first_right(kinds, H, q.device).config
+    def __init__(self, kind: Kind, eager: bool) -> None:
+        self.kind, self.eager = kind, eager
+        self.plan: Any = None
+        self.settings = (kind.tied, to_integers(kind.config), *kind.features)
 
-
-def recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor | None,
-    e: Tensor | None,
-    w: Tensor | None,
-    W: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dtype: torch.dtype,
-    features: Features = PLAIN,
-    config: Variant | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The walk as `ops.family.Recurrence` has it; with `features`, from raw keys, queries and gates.
-
-    W may be None for zeros, but not where something traces.
-    """
-    # The delta rule erases and writes with one gate: one to read, and one gradient instead of two and their sum.
-    tied = e is not None and e is w
-    w = None if tied else w
-    inputs = (q, k, v, a, e, w, W)
-    keep = wants_gradients(*inputs)
-    N, wide = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1, torch.promote_types(q.dtype, torch.float32)
-    if config is None:
-        config = _variant(q, v, (a, e, w), tied, N, cu_seqlens, features)
-    if not plain(*inputs, cu_seqlens):
-        y, W, *_ = walk(*inputs, cu_seqlens, dtype, keep, wide, tied, to_integers(config), list(features))
-        return y, W
-    how = (dtype, wide, tied, config, features)
-    plan = None
-    if group_length(q.shape[1], cu_seqlens, config) == 0:
-        plan = _plan()(q, k, v, (a, e, w), N, cu_seqlens, *how)
-        plan.compile_ahead(keep)
-    if keep:
-        y, W = _apply(*inputs, cu_seqlens, (plan, how))
-    elif plan is not None:
-        y, W, *_ = plan.forward((q, k, v, a, e, w), W, cu_seqlens, False)
-    else:
-        y, W, *_ = _walks().forward(q, k, v, (a, e, w), W, cu_seqlens, dtype, wide, tied, False, config, features)
-    assert W is not None
-    return y, W
-
-
-def again(problem: Problem) -> Again | None:
-    """The walk for problems like this one, or the step where each has one token; not over groups."""
-    if problem.z is not None or problem.cu_seqlens is not None or problem.mask is not None:
-        return None
-    (N, _, D, M), (_, T, _, _), wide = problem.W.shape, problem.q.shape, problem.W.dtype
-    features, dtype, one = problem.features, problem.q.dtype, T == 1
-    if features.map and not holds_features(D, M):
-        # One token is taken with any D; there is no walk to be ready with.
-        return None
-    a, e, w = coefficients(problem)
-    tied = e is not None and e is w
-    config = _variant(problem.q, problem.v, (a, e, None if tied else w), tied, N, None, features)
-    if group_length(T, None, config):
-        return None
-    how = (dtype, wide, tied, config, features)
-    plan = _plan()(problem.q, problem.k, problem.v, (a, e, None if tied else w), N, None, *how)
-    # The delta rule's one coefficient is its one gate. Nothing below may hold on to a tensor of this problem.
-    direct = tied and a is None and e is problem.gates.get("beta")
-    rule, logits = problem.rule, bool(features.logits)
-
-    def run(
+    def __call__(
+        self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        beta: Tensor | None,
-        decay: Tensor | None,
+        a: Tensor | None,
+        e: Tensor | None,
+        w: Tensor | None,
         W: Tensor | None,
-        in_place: bool,
+        cu_seqlens: Tensor | None,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        if direct:
-            a, e, w = None, beta, None
-        else:
-            gates = {name: gate for name, gate in (("beta", beta), ("decay", decay)) if gate is not None}
-            a, e, w = coefficients_of(rule, gates, logits, wide)
-            w = None if tied else w
-        if wants_gradients(q, k, v, a, e, w, W):
-            y, W_end = _apply(q, k, v, a, e, w, W, None, (plan, how))
-        elif one:
-            y, W_end, _ = _one_token()(q, k, v, (a, e, w), W, None, dtype, tied, False, in_place, features)
-            if W_end is W:
-                torch.autograd.graph.increment_version(W)
-        else:
-            y, W_end, *_ = plan.forward((q, k, v, a, e, w), W, None, False)
-        return y, W_end
+        """Compute y and the final W, from raw keys, queries and gates where the kind has features."""
+        # The delta rule erases and writes with one gate: one to read, and one gradient instead of two and their sum.
+        inputs = (q, k, v, a, e, None if self.kind.tied else w, W)
+        # Kernels read bounds as a block of memory.
+        bounds = None if cu_seqlens is None else cu_seqlens.contiguous()
+        return OPERATOR(self.eager, inputs, bounds, dtype, self.settings, (self,))
 
-    return run
+    def forward(
+        self, inputs: Sequence[Any], W: Tensor | None, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool
+    ) -> tuple[Tensor | None, ...]:
+        """Return y, the final W and what is kept: states, inverses, errors and the groups' transitions."""
+        q, k, v, *gates = inputs
+        how = (dtype, torch.promote_types(q.dtype, torch.float32), self.kind.tied)
+        if group_length(q.shape[1], cu_seqlens, self.kind.config):
+            rest = (W, cu_seqlens, *how, keep, self.kind.config, self.kind.features)
+            return _grouped().forward(q, k, v, tuple(gates), *rest)
+        if self.plan is None:
+            N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+            last = (self.kind.config, self.kind.features)
+            self.plan = _plan()(q, k, v, tuple(gates), N, cu_seqlens, *how, *last)
+            self.plan.compile_ahead(keep)
+        return *self.plan.forward(inputs, W, cu_seqlens, keep), None
+
+    def backward(
+        self,
+        dy: Tensor,
+        dW: Tensor | None,
+        inputs: Sequence[Any],
+        kept: Sequence[Any],
+        cu_seqlens: Tensor | None,
+        wants_state: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...], Tensor | None]:
+        """Return the gradients of q, k, v, the gates and, if it is wanted, W."""
+        if self.plan is not None:
+            return self.plan.backward(inputs, dy, dW, *kept[:3], cu_seqlens, wants_state)
+        q, k, v, *gates = inputs
+        wide = torch.promote_types(q.dtype, torch.float32)
+        rest = (*kept, cu_seqlens, wide, self.kind.tied, wants_state, self.kind.config, self.kind.features)
+        return _grouped().backward(dy, dW, q, k, v, tuple(gates), *rest)
 
 
 @torch.library.custom_op("fastweights::triton_step", mutates_args=())
@@ -319,45 +224,43 @@ def step_op(
     w: Tensor | None,
     W: Tensor,
     z: Tensor | None,
-    dtype: torch.dtype,
     tied: bool,
-    features: Sequence[int],
+    map: str,
+    nu: int,
+    sum: bool,
+    logits: bool,
 ) -> list[Tensor]:
-    """y in `dtype`, W and, where it is given, z after one token (B, 1, H, ·); without gradients."""
-    from fastweights.ops.gpu.memory.kinds import StepKind
-
-    maps = Features(*features)
-    _prove(StepKind.of(q, v, (a, e, w), tied, z is not None, maps), q)
-    found = _one_token()(q, k, v, (a, e, w), W, z, dtype, tied, z is not None, False, maps)
-    return [x for x in found if x is not None]
+    """y, W and, where it is given, z after one token (B, 1, H, ·); without gradients."""
+    features, normalized = Features(map, nu, sum, logits), z is not None
+    _prove(StepKind.of_tensors(q, v, (a, e, w), tied, normalized, features), q)
+    outputs = _one_token()(q, k, v, (a, e, w), W, z, q.dtype, tied, normalized, False, features)
+    return [x for x in outputs if x is not None]
 
 
 @step_op.register_fake
-def _(q, k, v, a, e, w, W, z, dtype, tied, features):  # type: ignore[no-untyped-def]
-    there = [v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape)]
-    return there if z is None else [*there, z.new_empty(z.shape)]
+def _(q, k, v, a, e, w, W, z, tied, map, nu, sum, logits):  # type: ignore[no-untyped-def]
+    outputs = [v.new_empty(v.shape), W.new_empty(W.shape)]
+    return outputs if z is None else [*outputs, z.new_empty(z.shape)]
 
 
-def takes_step(problem: Problem) -> bool:
-    """Whether the problem is one token for each sequence, and nobody wants gradients."""
-    if problem.q.shape[1] != 1 or problem.cu_seqlens is not None:
-        return False
-    return not wants_gradients(problem.q, problem.k, problem.v, *problem.gates.values(), problem.W, problem.z)
+class OneToken:
+    """A call of one token for each sequence, without gradients, on its kernel."""
 
+    def __init__(self, kind: StepKind, eager: bool) -> None:
+        self.kind, self.eager = kind, eager
 
-def step(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y, W and z after the one token of the problem."""
-    a, e, w = coefficients(problem)
-    tied = e is not None and e is w
-    q, W, z, features = problem.q, problem.W, problem.z, problem.features
-    if tied:
-        w = None
-    if not plain(q, problem.k, problem.v, a, e, w, W, z):
-        found = step_op(q, problem.k, problem.v, a, e, w, W, z, q.dtype, tied, list(features))
-        return found[0], found[1], None if z is None else found[2]
-    rest = (q.dtype, tied, z is not None, problem.in_place, features)
-    y, W_end, z_end = _one_token()(q, problem.k, problem.v, (a, e, w), W, z, *rest)
-    if W_end is W:
-        # Whoever kept it for a backward pass shall hear of it.
-        torch.autograd.graph.increment_version(W)
-    return y, W_end, z_end
+    def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Compute y, W and z after the token."""
+        kind, q, k, v = self.kind, inputs.q, inputs.k, inputs.v
+        a, e, w = coefficients(inputs)
+        gates = (a, e, None if kind.tied else w)
+        if not self.eager:
+            W, z = inputs.initial_state()
+            y, W, *rest = step_op(q, k, v, *gates, W, z, kind.tied, *kind.features)
+            return y, W, rest[0] if rest else None
+        features = (kind.tied, kind.normalized, inputs.in_place, kind.features)
+        y, W_end, z_end = _one_token()(q, k, v, gates, inputs.W, inputs.z, q.dtype, *features)
+        if inputs.W is not None and W_end is inputs.W:
+            # Whoever kept it for a backward pass shall hear of it.
+            torch.autograd.graph.increment_version(inputs.W)
+        return y, W_end, z_end

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastweights.ops import family
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.gpu.memory.variants import ChunkedWalk, RecurrentWalk, Variant, to_integers
-from fastweights.ops.problem import Problem
+from fastweights.ops.spec import Spec
 
 Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -76,18 +76,18 @@ class StepKind(NamedTuple):
     features: Features = PLAIN
 
     @classmethod
-    def of(cls, q: Tensor, v: Tensor, gates: Gates, tied: bool, normalized: bool, features: Features) -> StepKind:
-        """The kind of a call."""
+    def of_tensors(
+        cls, q: Tensor, v: Tensor, gates: Gates, tied: bool, normalized: bool, features: Features
+    ) -> StepKind:
+        """Return the kind of a call with these tensors."""
         a, e, w = (gate is not None for gate in gates)
         return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, normalized, features)
 
     @classmethod
-    def of_problem(cls, problem: Problem) -> StepKind:
-        """The kind that a problem needs."""
-        a, e, w = family.coefficients(problem)
-        tied = e is not None and e is w
-        gates = (a, e, None if tied else w)
-        return cls.of(problem.q, problem.v, gates, tied, problem.z is not None, problem.features)
+    def of(cls, spec: Spec) -> StepKind:
+        """Return the kind that a call needs."""
+        there = family.coefficients_there(spec)
+        return cls(spec.dtype, spec.q.shape[3], spec.M, *there, spec.normalized, spec.features)
 
     def __str__(self) -> str:
         named = {"decay": self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fastweights.ops.features import MAPS, Features
+from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory.buffers import Buffers
 from fastweights.ops.gpu.memory.kernels.backward import walk_backward
 from fastweights.ops.gpu.memory.kernels.chunk_gradients import chunk_gradients
@@ -44,7 +44,7 @@ TYPES = {
 
 def map_options(features: Features, R: int) -> dict[str, Any]:
     """The options that say what is done to keys, queries and gates of a head of size R before the memory sees them."""
-    how = {"map": list(MAPS)[features.map], "sum": bool(features.sum), "logits": bool(features.logits)}
+    how = {"map": features.map, "sum": features.sum, "logits": features.logits}
     return {"R": R, "D": features.size(R), **how}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from fastweights.ops.gpu.memory.variants import (
     configuration,
     plain_rows,
 )
-from fastweights.ops.self_check import LIMITS, Check, on_stream, relative_errors
+from fastweights.ops.gpu.self_check import LIMITS, Check, on_stream, relative_errors
 
 SOURCE = Path(__file__).parent
 
@@ -33,11 +33,6 @@ SOURCE = Path(__file__).parent
 def refusal(kind: AnyKind, heads: int, device: torch.device) -> str | None:
     """Say why the kernels of this kind must not be used on `device`; checks them where nobody did before."""
     return check_of(kind, heads).refusal(device)
-
-
-def first_right(kinds: Sequence[Kind], heads: int, device: torch.device) -> Kind:
-    """Return the first of these kinds whose kernels may be used on `device`; the last one where none may."""
-    return next((kind for kind in kinds[:-1] if refusal(kind, heads, device) is None), kinds[-1])
 
 
 @cache

@@ -312,9 +312,9 @@ def candidates(
         # needs more than 8 bits. The launch takes longer than products of one token, whatever they are.
         dtype = torch.float16
     found: list[Variant] = []
-    if T < LONG and by_token and not features.map and not features.logits:
+    if T < LONG and by_token and not features.maps and not features.logits:
         found += _that_hold(RECURRENT_ROWS.get(dtype, {}), D, M)[:1]
-    if features.map:
+    if features.maps:
         row = _mapped(_that_hold(TABLE[dtype] | MAPPED_ROWS.get(dtype, {}), D, M)[0], D, M)
     else:
         row = _that_hold(TABLE[dtype], D, M)[0]

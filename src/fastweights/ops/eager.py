@@ -1,0 +1,76 @@
+"""Who looks on while an operation runs: autograd alone, or something that has to see more than kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def wants_gradients(*tensors: Tensor | None) -> bool:
+    """Return whether a backward pass may come."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def is_transformed() -> bool:
+    """Return whether torch.func (vmap, grad, jvp, ...) or forward-mode differentiation is at work.
+
+    Kernels have neither batching rules nor tangents: such calls have to run as plain PyTorch.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _is_watched() -> bool:
+    """Return whether something that traces or counts stands between a call and its kernels."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or is_transformed():
+        return True
+    # A default device is no reason: whoever makes a tensor here says where.
+    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    return any(type(mode) is not DeviceContext for mode in modes)
+
+
+def is_eager(*tensors: Any) -> bool:
+    """Return whether nothing but autograd looks on, and all tensors are numbers as they stand in memory."""
+    if torch.compiler.is_compiling() or _is_watched():
+        return False
+    for x in tensors:
+        if x is not None and (type(x) not in _PLAIN or x.is_meta or x.is_neg() or x._is_zerotensor()):
+            return False
+    return True
+
+
+_BATCHED: Any = torch._C._parse_dispatch_key("Batched")
+_MOST_LEVELS = 8
+
+
+def _is_batched(x: Tensor | None) -> bool:
+    return x is not None and torch._C._dispatch_keys(x).has(_BATCHED)
+
+
+def batch_level(*grads: Tensor | None) -> int:
+    """Return the level of the batch that `is_grads_batched` has hidden in gradients, 0 for none."""
+    batched = next((x for x in grads if _is_batched(x)), None)
+    if batched is None:
+        return 0
+    for level in range(1, _MOST_LEVELS):
+        if not _is_batched(torch._remove_batch_dim(batched, level, 1, 0)):
+            return level
+    raise RuntimeError("gradients in several batches within each other cannot be computed; use torch.func.vmap")
+
+
+def without_batch(x: Tensor | None, level: int) -> tuple[Tensor | None, int | None]:
+    """Return x with the hidden batch as its first axis, and that axis; x and None if it has none."""
+    return (torch._remove_batch_dim(x, level, 1, 0), 0) if x is not None and _is_batched(x) else (x, None)
+
+
+def is_eager_gradient(*grads: Tensor | None) -> bool:
+    """Return whether a backward pass may be eager, too: where it may be differentiated again, custom ops raise."""
+    return not torch.is_grad_enabled() and is_eager(*grads)

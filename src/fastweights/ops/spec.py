@@ -1,0 +1,281 @@
+"""What a call of the memory is, its tensors and a hashable description of them, and what a backend answers to it.
+
+B batch, T time, H heads, D = d_dot (keys and queries after phi), M = d_value, N = B or the number of packed sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import wraps
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastweights.ops.eager import is_eager, is_transformed, wants_gradients
+from fastweights.ops.features import PLAIN, Features, MapFeatures
+from fastweights.ops.rules import Rule
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The tensors of one call.
+
+    q, k (B, T, H, D), v (B, T, H, M), gates (B, T, H) each, or (B, T, H, D) where a gate is one per key channel. W
+    (N, H, D, M) and z (N, H, D) are None for zeros. Where `mask` (B, T) is False, q, k and v are zero and the gates
+    idle already; only a rule outside the family has to look at it. Where `starts` (B, T) is True, W and z are emptied
+    before that token. q, k and the gates may be raw: `features` are what they have to go through first, and D is the
+    size they have then. With `in_place` the memory of W and z may be used again for what they become.
+    """
+
+    rule: Rule
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: dict[str, Tensor]
+    W: Tensor | None = None
+    z: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    mask: Tensor | None = None
+    starts: Tensor | None = None
+    features: Features | MapFeatures = PLAIN
+    in_place: bool = False
+    attention: bool | None = None
+
+    @property
+    def normalized(self) -> bool:
+        """Whether attention normalisation is asked for; where `attention` is None, a z says so."""
+        return self.z is not None if self.attention is None else self.attention
+
+    def mapped(self) -> Inputs:
+        """Return the same with keys, queries and gates as they go into the memory.
+
+        What a memory under attention normalisation is divided by may be next to nothing, and 16 bits have no room for
+        the gradients that mapped keys and queries then have, although raw ones have moderate ones. So all become
+        float32 there, and y as well; but for GPUs, on which products of 16 bits are several times faster.
+        """
+        if self.features == PLAIN:
+            return self
+        dtype = self.state_dtype if self.normalized and not self.q.is_cuda else self.v.dtype
+        q, k = self.features.apply(self.q.to(dtype), self.k.to(dtype), self.normalized)
+        gates = {name: self.features.gate(gate) for name, gate in self.gates.items()}
+        mapped = {"q": q.to(dtype), "k": k.to(dtype), "v": self.v.to(dtype), "gates": gates}
+        return replace(self, **mapped, features=PLAIN)
+
+    def masked(self) -> Inputs:
+        """Return the same with nothing to read or write where the mask is False."""
+        if self.mask is None:
+            return self
+        hidden = ~self.mask[..., None]
+        q, k, v = (x.masked_fill(hidden.unsqueeze(-1), 0) for x in (self.q, self.k, self.v))
+        gates = {}
+        for gate in self.rule.gates:
+            x = self.gates[gate.name]
+            gates[gate.name] = x.masked_fill(hidden if x.dim() == 3 else hidden.unsqueeze(-1), gate.idle)
+        return replace(self, q=q, k=k, v=v, gates=gates)
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """What state and sums are kept in: at least float32."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    def initial_state(self) -> tuple[Tensor, Tensor | None]:
+        """Return W and, under attention normalisation, z before the first token."""
+        W, z = self.W, self.z
+        if W is None:
+            N = self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+            shape = (N, self.q.shape[2], self.features.size(self.q.shape[3]), self.v.shape[3])
+            W = torch.zeros(shape, dtype=self.state_dtype, device=self.q.device)
+        if self.normalized and z is None:
+            z = torch.zeros(W.shape[:3], dtype=W.dtype, device=W.device)
+        return W, z
+
+    def unpack(self) -> Iterator[Inputs]:
+        """Yield the packed sequences one by one, each a batch of one."""
+        assert self.cu_seqlens is not None
+        W, z = self.initial_state()
+        for i, (start, end) in enumerate(pairwise(self.cu_seqlens.tolist())):
+            span = slice(start, end)
+            yield replace(
+                self,
+                q=self.q[:, span],
+                k=self.k[:, span],
+                v=self.v[:, span],
+                gates={name: gate[:, span] for name, gate in self.gates.items()},
+                W=W[i : i + 1],
+                z=None if z is None else z[i : i + 1],
+                mask=None if self.mask is None else self.mask[:, span],
+                starts=None if self.starts is None else self.starts[:, span],
+                cu_seqlens=None,
+            )
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> Layout:
+        """Describe x."""
+        return cls(x.shape, x.stride(), x.dtype, x.device)
+
+
+class Spec(NamedTuple):
+    """Everything that checks and the choice of kernels depend on: calls of equal spec run the same way.
+
+    `eager` says that nothing but autograd looks on, so that kernels may be called directly; otherwise whatever traces
+    the call has to see custom operators. `transformed` says that torch.func or forward-mode differentiation is at work.
+    """
+
+    rule: Rule
+    q: Layout
+    k: Layout
+    v: Layout
+    gates: tuple[tuple[str, Layout], ...]
+    W: Layout | None
+    z: Layout | None
+    cu_seqlens: Layout | None
+    mask: Layout | None
+    starts: Layout | None
+    normalized: bool
+    features: Features
+    D: int
+    gradients: bool
+    in_place: bool
+    eager: bool
+    transformed: bool
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Spec:
+        """Describe a call."""
+        gates, state = inputs.gates, (inputs.W, inputs.z)
+        tensors = (inputs.q, inputs.k, inputs.v, *gates.values(), *state)
+        others = (inputs.cu_seqlens, inputs.mask, inputs.starts)
+        transformed = is_transformed()
+        return cls(
+            inputs.rule,
+            Layout.of(inputs.q),
+            Layout.of(inputs.k),
+            Layout.of(inputs.v),
+            tuple([(name, Layout.of(gate)) for name, gate in gates.items()]),
+            None if inputs.W is None else Layout.of(inputs.W),
+            None if inputs.z is None else Layout.of(inputs.z),
+            None if inputs.cu_seqlens is None else Layout.of(inputs.cu_seqlens),
+            None if inputs.mask is None else Layout.of(inputs.mask),
+            None if inputs.starts is None else Layout.of(inputs.starts),
+            inputs.normalized,
+            inputs.features.description,
+            inputs.features.size(inputs.q.shape[3]),
+            wants_gradients(*tensors),
+            inputs.in_place,
+            not transformed and is_eager(*tensors, *others),
+            transformed,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of q, k and v."""
+        return self.q.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.q.device
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """What state and sums are kept in: at least float32."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    @property
+    def T(self) -> int:
+        """Tokens of a sequence, or of all packed ones together."""
+        return self.q.shape[1]
+
+    @property
+    def H(self) -> int:
+        """Heads."""
+        return self.q.shape[2]
+
+    @property
+    def M(self) -> int:
+        """The size of a value."""
+        return self.v.shape[3]
+
+    @property
+    def N(self) -> int:
+        """Sequences."""
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed along time."""
+        return self.cu_seqlens is not None
+
+    def mapped(self) -> Spec:
+        """Describe the same call after `Inputs.mapped`, as far as a choice of kernels depends on it."""
+        shape = (*self.q.shape[:3], self.D)
+        mapped = self.v._replace(shape=shape, stride=())
+        gates = tuple([(name, gate._replace(dtype=self.state_dtype)) for name, gate in self.gates])
+        return self._replace(q=mapped, k=mapped, gates=gates, features=PLAIN)
+
+
+# y (B, T, H, M), W (N, H, D, M) and, under attention normalisation, z (N, H, D).
+Executable = Callable[[Inputs], tuple[Tensor, Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a backend does not run a call."""
+
+    reason: str
+
+
+Prepare = Callable[[Spec], Executable | Refusal]
+
+
+def _always() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute the memory.
+
+    Attributes:
+        name: what `backend=` takes.
+        description: one line for people.
+        prepare: answers a description of a call with what runs such calls, or with a refusal and its reason.
+        unavailable: says why this machine cannot run it; None where it can.
+        single_tokens: whether "auto" may take it for calls of one token, where there is little to set up for.
+    """
+
+    name: str
+    description: str
+    prepare: Prepare
+    unavailable: Callable[[], str | None] = _always
+    single_tokens: bool = True
+
+
+def mapping_first(prepare: Prepare) -> Prepare:
+    """Let a backend that takes mapped keys, queries and gates run calls with any `features`."""
+
+    @wraps(prepare)
+    def prepare_mapped(spec: Spec) -> Executable | Refusal:
+        if spec.features == PLAIN:
+            return prepare(spec)
+        answer = prepare(spec.mapped())
+        return answer if isinstance(answer, Refusal) else after_mapping(answer)
+
+    return prepare_mapped
+
+
+def after_mapping(run: Executable) -> Executable:
+    """Return what maps keys, queries and gates and then runs the call."""
+    return lambda inputs: run(inputs.mapped())

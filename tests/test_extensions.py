@@ -1,0 +1,151 @@
+"""What CONTRIBUTING promises: a rule, a map or a backend is added in one place, also from outside the package."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import fastweights as fw
+from fastweights.feature_maps import FEATURE_MAPS
+from fastweights.models.language_model import LanguageModel, LanguageModelConfig
+from fastweights.ops import chunked, family
+from fastweights.ops.backends import BACKENDS
+from fastweights.ops.memory import _executables
+from fastweights.ops.rules import RULES, Coefficients, outer
+from fastweights.ops.spec import Backend, Refusal, mapping_first
+from tests.ops.calls import random_call
+
+
+@pytest.fixture
+def clean():
+    """Whatever a test registers is forgotten after it."""
+    before = [(table, dict(table)) for table in (RULES, FEATURE_MAPS, BACKENDS, _executables)]
+    yield
+    for table, content in before:
+        table.clear()
+        table.update(content)
+
+
+WRITE = fw.Gate("strength", idle=0.0)
+KEEP = fw.Gate("retention", idle=1.0, per="key", bias=(1.0, 3.0))
+
+
+def register_rules():
+    """One rule of the family and one outside of it, both with gates of their own."""
+
+    @fw.register_rule("scaled_sum", "a test", (WRITE,), lambda strength: Coefficients(write=strength))
+    def scaled_sum(W, k, v, read, strength):
+        """W + strength v ⊗ k."""
+        return W + outer(k, strength * v)
+
+    @fw.register_rule("channel_decay", "a test", (KEEP, WRITE))
+    def channel_decay(W, k, v, read, retention, strength):
+        """Diag(retention) W + strength v ⊗ k."""
+        return retention.unsqueeze(-1) * W + outer(k, strength * v)
+
+
+def test_a_rule_with_gates_of_new_names(clean):
+    register_rules()
+    call = random_call("sum", B=2, T=7, H=2, D=4, M=3)
+    strength = torch.rand(2, 7, 2, dtype=torch.float64)
+    wanted, _ = fw.fast_weight_memory(call.q, call.k, strength.unsqueeze(-1) * call.v, rule="sum")
+    for backend in ("reference", "chunked", "cpu"):
+        y, _ = fw.fast_weight_memory(call.q, call.k, call.v, rule="scaled_sum", strength=strength, backend=backend)
+        torch.testing.assert_close(y, wanted)
+    with pytest.raises(ValueError, match=r"rule 'scaled_sum' needs strength of shape \(2, 7, 2\), got None"):
+        fw.fast_weight_memory(call.q, call.k, call.v, rule="scaled_sum")
+    with pytest.raises(ValueError, match=r"rule 'sum' has no strength \(it takes no gates\)"):
+        fw.fast_weight_memory(call.q, call.k, call.v, rule="sum", strength=strength)
+    with pytest.raises(ValueError, match="unknown argument of fast_weight_memory 'strenght'; did you mean 'strength'"):
+        fw.fast_weight_memory(call.q, call.k, call.v, rule="scaled_sum", strength=strength, strenght=strength)
+
+
+def test_a_gate_for_each_key_channel(clean):
+    register_rules()
+    call = random_call("sum", B=2, T=6, H=2, D=4, M=3)
+    keep, strength = torch.rand(2, 6, 2, 4, dtype=torch.float64), torch.rand(2, 6, 2, dtype=torch.float64)
+    gates = {"retention": keep, "strength": strength}
+    mask = torch.rand(2, 6) < 0.7
+    y, state = fw.fast_weight_memory(call.q, call.k, call.v, rule="channel_decay", mask=mask, **gates)
+    W = torch.zeros(2, 2, 4, 3, dtype=torch.float64)
+    for t in range(6):
+        now = keep[:, t, :, :, None] * W + outer(call.k[:, t], strength[:, t, :, None] * call.v[:, t])
+        W = torch.where(mask[:, t, None, None, None], now, W)
+        read = (call.q[:, t].unsqueeze(-2) @ W).squeeze(-2)
+        torch.testing.assert_close(y[:, t], torch.where(mask[:, t, None, None], read, 0.0))
+    torch.testing.assert_close(state.W, W)
+    with pytest.raises(ValueError, match=r"retention must have shape \(B, T, H, D\) = \(2, 6, 2, 4\), got"):
+        fw.fast_weight_memory(call.q, call.k, call.v, rule="channel_decay", retention=strength, strength=strength)
+
+
+@pytest.mark.parametrize("rule", ["scaled_sum", "channel_decay"])
+def test_layers_and_models_make_the_gates_of_a_new_rule(clean, rule):
+    register_rules()
+    layer = fw.FastWeightAttention(8, 2, rule=rule).double()
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    whole, _ = layer(x)
+    state, tokens = None, []
+    for t in range(5):
+        y, state = layer.step(x[:, t], state)
+        tokens.append(y)
+    torch.testing.assert_close(torch.stack(tokens, 1), whole)
+    assert hasattr(layer, "retention_bias") == (rule == "channel_decay")
+    for twin in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+        torch.testing.assert_close(twin(x)[0], whole)
+        assert twin.rule is layer.rule
+    config = LanguageModelConfig(
+        vocab_size=11, d_model=8, n_heads=2, n_layers=1, d_ff=8, mixer="fast_weight", rule=rule
+    )
+    assert LanguageModel(config).loss(torch.randint(11, (1, 6)), torch.randint(11, (1, 6)))[0].isfinite().all()
+
+
+def test_a_feature_map(clean):
+    @fw.register_feature_map("squares")
+    class Squares(fw.FeatureMap):
+        """x², positive; dim = d_key."""
+
+        def map(self, x):
+            return x.square()
+
+    layer = fw.FastWeightAttention(8, 2, feature_map="squares")
+    assert isinstance(layer.feature_map, Squares)
+    assert layer(torch.randn(1, 4, 8))[0].isfinite().all()
+    assert fw.list_feature_maps()["squares"] == "x², positive; dim = d_key."
+
+
+def test_a_backend(clean):
+    asked = []
+
+    def prepare(spec):
+        asked.append(spec)
+        if spec.rule.name != "delta":
+            return Refusal("it runs the delta rule only")
+        return family.executable(chunked.recurrence)
+
+    fw.register_backend(Backend("mine", "a test", mapping_first(prepare)), before="cpu")
+    assert list(fw.list_backends()).index("mine") < list(fw.list_backends()).index("cpu")
+    call = random_call("delta", "attention", B=2, T=7)
+    torch.testing.assert_close(call.run("mine"), call.run("reference"))
+    torch.testing.assert_close(call.run("auto"), call.run("reference"))
+    assert len(asked) == 2
+    other = random_call("sum", B=2, T=7)
+    with pytest.raises(ValueError, match=r"'mine' cannot run this call: it runs the delta rule only; these can: "):
+        other.run("mine")
+    torch.testing.assert_close(other.run("auto"), other.run("reference"))
+    layer = fw.FastWeightAttention(8, 2, backend="mine")
+    assert layer(torch.randn(1, 4, 8))[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda: fw.register_rule("delta", "a test")(lambda W, k, v, read: W),
+        lambda: fw.register_feature_map("elu")(fw.FeatureMap),
+        lambda: fw.register_backend(BACKENDS["cpu"]),
+    ],
+    ids=["rule", "map", "backend"],
+)
+def test_names_are_not_taken_twice(register):
+    with pytest.raises(ValueError, match=r"there is a (rule|feature map|backend) .* already"):
+        register()
