@@ -90,6 +90,17 @@ def test_transforms(make):
     torch.testing.assert_close(jvp(run, inputs, tangents)[1], along)
 
 
+@pytest.mark.slow
+@outside
+def test_compiled_transforms():
+    run, inputs = adaptive_softmax()
+
+    def along(*inputs):
+        return jvp(run, inputs, inputs)[1], grad(lambda *x: run(*x).sum())(*inputs)
+
+    torch.testing.assert_close(torch.compile(along, backend="eager", fullgraph=True)(*inputs), along(*inputs))
+
+
 @outside
 def test_gradients_of_each_sample():
     """Per-sample gradients by every parameter, where the targets are batched too."""

@@ -10,10 +10,8 @@ from torch.autograd import forward_ad
 def transformed() -> bool:
     """Return whether a transform of `torch.func` or a level of forward-mode derivatives is active.
 
-    There plain PyTorch has to compute: a custom operator would lose tangents without a word.
+    There plain PyTorch has to compute: a custom operator would lose tangents without a word. `torch.compile` sees both.
     """
-    if torch.compiler.is_compiling():
-        return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 

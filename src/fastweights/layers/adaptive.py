@@ -69,7 +69,7 @@ class AdaptiveSoftmax(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Weights from N(0, std²), biases 0, as in the authors' code."""
+        """Draw weights from N(0, std²) and set biases to 0, as in the authors' code."""
         nn.init.normal_(self.weight, std=std)
         nn.init.zeros_(self.bias)
         if self.cluster_weight is not None and self.cluster_bias is not None:
@@ -77,7 +77,7 @@ class AdaptiveSoftmax(nn.Module):
             nn.init.zeros_(self.cluster_bias)
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """-log p(target) for hidden (..., d_model) and targets (...), in their order: at least float32."""
+        """Compute -log p(target) for hidden (..., d_model) and targets (...), in their order: at least float32."""
         self._check(hidden)
         if targets.shape != hidden.shape[:-1]:
             raise ValueError(
@@ -97,7 +97,7 @@ class AdaptiveSoftmax(nn.Module):
         return nll.view(targets.shape)
 
     def log_prob(self, hidden: Tensor) -> Tensor:
-        """log p of every word: (..., d_model) -> (..., vocab_size), at least float32. For few tokens at a time."""
+        """Compute log p of every word: (..., d_model) -> (..., vocab_size), at least float32. For few tokens."""
         self._check(hidden)
         head, hidden = self._head(hidden), in_autocast_dtype(hidden)
         parts = [head[..., : self._bounds[1]]]
@@ -107,7 +107,7 @@ class AdaptiveSoftmax(nn.Module):
 
     @torch.no_grad()
     def predict(self, hidden: Tensor) -> Tensor:
-        """The most likely word: (..., d_model) -> (...). Clusters are looked into only where the head prefers one."""
+        """Return the most likely word: (..., d_model) -> (...). Clusters are searched where the head prefers one."""
         self._check(hidden)
         flat = hidden.reshape(-1, self.d_model)
         # A word of the head that beats every cluster beats all their words.
@@ -119,7 +119,7 @@ class AdaptiveSoftmax(nn.Module):
 
     @torch.no_grad()
     def sample(self, hidden: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A word drawn from p: (..., d_model) -> (...). First in the head, then in the cluster that came out."""
+        """Draw a word from p: (..., d_model) -> (...). First in the head, then in the cluster that came out."""
         self._check(hidden)
         flat = hidden.reshape(-1, self.d_model)
         words = torch.multinomial(self._head(flat).exp(), 1, generator=generator).squeeze(1)
@@ -145,7 +145,7 @@ class AdaptiveSoftmax(nn.Module):
         return self.cluster_weight, self.cluster_bias
 
     def _head(self, hidden: Tensor) -> Tensor:
-        """log_softmax over the head's words, then the clusters."""
+        """Compute log_softmax over the head's words, then the clusters."""
         size, (cluster_weight, cluster_bias) = self._bounds[1], self._clusters()
         weight, bias = torch.cat([self.weight[:size], cluster_weight]), torch.cat([self.bias[:size], cluster_bias])
         return self._log_softmax(in_autocast_dtype(hidden), weight, bias)
@@ -164,12 +164,12 @@ class AdaptiveSoftmax(nn.Module):
             check_dtype(hidden, self, "hidden")
 
     def extra_repr(self) -> str:
-        """Shown by print(layer)."""
+        """Return what print(layer) shows."""
         return f"vocab_size={self.vocab_size}, d_model={self.d_model}, cutoffs={self.cutoffs}"
 
 
 def check_cutoffs(cutoffs: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """`cutoffs` as a tuple, found to rise from above 0 to below vocab_size."""
+    """Return `cutoffs` as a tuple if they rise from above 0 to below vocab_size."""
     if any(low >= high for low, high in pairwise((0, *cutoffs, vocab_size))):
         raise ValueError(f"cutoffs must rise and lie between 0 and vocab_size = {vocab_size}, got {tuple(cutoffs)}")
     return tuple(cutoffs)

@@ -9,7 +9,7 @@ _CASTS = {torch.float32: "float", torch.float64: "double", torch.float16: "half"
 
 
 def head_size(d_model: int, n_heads: int, d_head: int | None) -> int:
-    """d_head, or d_model / n_heads if None."""
+    """Return d_head, or d_model / n_heads if None."""
     if min(d_model, n_heads, 1 if d_head is None else d_head) < 1:
         raise ValueError(f"d_model, n_heads and d_head must be at least 1, got {d_model}, {n_heads} and {d_head}")
     if d_head is None and d_model % n_heads:
@@ -18,14 +18,14 @@ def head_size(d_model: int, n_heads: int, d_head: int | None) -> int:
 
 
 def check_dropout(dropout: float) -> float:
-    """`dropout`, found to be a share."""
+    """Return `dropout` if it is a share."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
     return dropout
 
 
 def check_input(x: Tensor, d_model: int, mask: Tensor | None) -> Tensor:
-    """x with zeros for padding, whatever stood there, after it and `mask` were found to fit."""
+    """Check x and `mask`, and return x with zeros for padding, whatever stood there."""
     if x.dim() != 3 or x.shape[-1] != d_model or 0 in x.shape:
         hint = "; one token goes through step" if x.dim() == 2 else ""
         raise ValueError(f"x must have shape (B, T, d_model = {d_model}), got {tuple(x.shape)}{hint}")
@@ -44,7 +44,7 @@ def check_input(x: Tensor, d_model: int, mask: Tensor | None) -> Tensor:
 
 
 def check_token(x: Tensor, d_model: int) -> Tensor:
-    """One token per row as a segment of length 1."""
+    """Return one token per row as a segment of length 1."""
     if x.dim() != 2 or x.shape[-1] != d_model:
         hint = "; a segment goes through forward" if x.dim() == 3 else ""
         raise ValueError(f"x must have shape (B, d_model = {d_model}), got {tuple(x.shape)}{hint}")

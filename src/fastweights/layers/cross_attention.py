@@ -38,14 +38,14 @@ class Reading(nn.Module):
         self.out = nn.Linear(n_heads * self.d_head, d_model, bias=False)
 
     def remember(self, x: Tensor, mask: Tensor | None = None) -> State:
-        """The memory of x (B, S, d_model); `mask` (B, S) is False for padding, which leaves no trace."""
+        """Return the memory of x (B, S, d_model); `mask` (B, S) is False for padding, which leaves no trace."""
         x = check_input(x, self.d_model, mask)
         check_dtype(x, self.key_value)
         k, v = self.key_value(x).unflatten(-1, (2, self.n_heads, self.d_head)).unbind(-3)
         return self._write(k, v, mask)
 
     def forward(self, x: Tensor, memory: State) -> Tensor:
-        """What x (N, T, d_model) finds in the memory: (N, T, d_model)."""
+        """Read the memory with x (N, T, d_model): (N, T, d_model)."""
         x = check_input(x, self.d_model, None)
         check_dtype(x, self.query)
         N, T = x.shape[:2]
@@ -63,7 +63,7 @@ class Reading(nn.Module):
         raise AssertionError("a subclass says how they are read")
 
     def extra_repr(self) -> str:
-        """Shown by print(layer)."""
+        """Return what print(layer) shows."""
         return f"n_heads={self.n_heads}, d_head={self.d_head}"
 
 
@@ -148,7 +148,7 @@ class FastWeightReading(Reading):
 
     @staticmethod
     def _heads_first(phi: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """phi(x), (B, S, H, D), with the tokens of a head one after another in memory, as products want them.
+        """Compute phi(x), (B, S, H, D), with the tokens of a head one after another in memory, as products want them.
 
         x has a few times fewer numbers than phi(x), and is moved instead of it.
         """

@@ -43,7 +43,7 @@ class FeedForward(nn.Sequential):
         self.d_ff, self.inner_dropout, self.backend = d_ff, inner, check_backend(backend)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layers in turn."""
+        """Apply the layers in turn, or the kernels in their place."""
         check_dtype(x, self[0])
         narrow, p = in_autocast_dtype(x), self.inner_dropout if self.training else 0.0
         if not takes_kernels(self, narrow, lambda: refuses(narrow, self.d_ff, p)):

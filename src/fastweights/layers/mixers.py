@@ -21,11 +21,11 @@ class Mixer(Protocol):
     """What every sequence layer does; `mask` (B, T) is False for padding."""
 
     def forward(self, x: Tensor, state: Any = None, mask: Tensor | None = None) -> tuple[Tensor, Any]:
-        """A whole sequence, or the next segment of one: x (B, T, d_model) -> y (B, T, d_model), state."""
+        """Take a whole sequence, or the next segment of one: x (B, T, d_model) -> y (B, T, d_model), state."""
         ...
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """One token: x (B, d_model) -> y (B, d_model), state."""
+        """Take one token: x (B, d_model) -> y (B, d_model), state."""
         ...
 
 
@@ -93,7 +93,7 @@ MIXERS: dict[str, MixerKind] = {
 
 
 def mixer(name: str, d_model: int, n_heads: int, d_head: int, **options: Any) -> nn.Module:
-    """The layer of that name: `mixer("fast_weight", 128, 8, 16, rule="sum", normalization="attention")`."""
+    """Build the layer of that name: `mixer("fast_weight", 128, 8, 16, rule="sum", normalization="attention")`."""
     kind = look_up(MIXERS, name, "mixer")
     for option in options:
         if option not in kind.options:
@@ -112,29 +112,29 @@ class StackState:
         return type(self)([of_layer(layer) for layer in self.layers], of_position(self.position))
 
     def detach(self) -> Self:
-        """The same values cut off from the graph: carries memory, not gradient, to the next segment."""
+        """Cut the values off from the graph: memory is carried to the next segment, gradients are not."""
         return self._map(lambda layer: layer.detach(), Tensor.detach)
 
     def clone(self) -> Self:
-        """A copy that later steps on either side leave alone."""
+        """Return a copy that later steps on either side leave alone."""
         return self._map(lambda layer: layer.clone(), Tensor.clone)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """As `Tensor.to`; a dtype is for the numbers, and leaves masks bool and positions whole."""
+        """Convert as `Tensor.to` does; a dtype is for the numbers, and leaves masks bool and positions whole."""
         return self._map(lambda layer: layer.to(*args, **kwargs), lambda n: n.to(*args, **kwargs).to(n.dtype))
 
     def reorder(self, index: Tensor) -> Self:
-        """Row `index[i]` becomes row i; rows may repeat, so beams can fork."""
+        """Make row `index[i]` row i; rows may repeat, so beams can fork."""
         return self._map(lambda layer: layer.reorder(index), lambda n: n.index_select(0, index.to(n.device)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Return the bytes held."""
         return sum(layer.nbytes for layer in self.layers) + self.position.nbytes
 
     @property
     def numel(self) -> int:
-        """Numbers held for each row by the layers."""
+        """Return how many numbers the layers hold for each row."""
         held = sum(tensor.numel() for layer in self.layers for tensor in layer.tensors().values())
         return held // len(self.position)
 

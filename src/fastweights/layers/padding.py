@@ -20,7 +20,7 @@ class PaddedState(State):
 
 
 def visible(T: int, S: int, mask: Tensor | None, causal: bool, device: torch.device) -> Tensor:
-    """Which of S tokens the last T of them see, bool: (T, S), or (B, 1, T, S) under a `mask` (B, S)."""
+    """Return which of S tokens the last T of them see, bool: (T, S), or (B, 1, T, S) under a `mask` (B, S)."""
     i, j = torch.arange(S - T, S, device=device).unsqueeze(1), torch.arange(S, device=device)
     seen = j <= i if causal else torch.ones(T, S, dtype=torch.bool, device=device)
     # Padding sees itself, since its output is dropped anyway and a softmax over nothing is NaN in some SDPA kernels.
@@ -28,7 +28,7 @@ def visible(T: int, S: int, mask: Tensor | None, causal: bool, device: torch.dev
 
 
 def join_masks(past: Tensor | None, n_past: int, mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """Mask of n_past earlier tokens and those of x together; None if nothing was padding."""
+    """Return the mask of n_past earlier tokens and those of x together; None if nothing was padding."""
     if past is None and mask is None:
         return None
     past = x.new_ones(x.shape[0], n_past, dtype=torch.bool) if past is None else past
@@ -40,7 +40,7 @@ Past = TypeVar("Past", bound=PaddedState)
 
 
 def check_state(state: object, kind: type[Past], entries: dict[str, tuple[int, ...]], like: Tensor) -> Past:
-    """`state`, found to be of this kind with tensors (B, S, *entry) beside the tensor `like` (B, ...) of this call."""
+    """Return `state` if it is of this kind, with tensors (B, S, *entry) that go with `like` (B, ...) of this call."""
     if not isinstance(state, kind):
         raise TypeError(
             f"state must be a {kind.__name__} or None, got {type(state).__name__}; it comes from another kind of layer"

@@ -10,7 +10,7 @@ DIRECTIONS = ("backward", "forward")
 
 
 def sinusoid(positions: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Embedding (..., dim) of positions (...): sin(n 10000^(-2i/dim)) for each i < dim / 2, then the cosines."""
+    """Embed positions (...) as (..., dim): sin(n 10000^(-2i/dim)) for each i < dim / 2, then the cosines."""
     # In 16 bits, distances above 256 would fall together.
     wide = torch.promote_types(dtype, torch.float32)
     frequencies = 10000 ** (-torch.arange(0, dim, 2, dtype=wide, device=positions.device) / dim)
@@ -19,7 +19,7 @@ def sinusoid(positions: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def encode_positions(x: Tensor, direction: str = "backward", start: Tensor | None = None) -> Tensor:
-    """What to add to x (B, T, d_model) so that it knows where its tokens stand: (T, d_model), or (B, T, d_model).
+    """Return what to add to x (B, T, d_model) so that tokens know their place: (T, d_model) or (B, T, d_model).
 
     Equivalent to
 

@@ -77,7 +77,7 @@ class RelativeAttention(nn.Module):
     def forward(
         self, x: Tensor, state: SegmentMemory | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, SegmentMemory]:
-        """A whole sequence, or the next segment of one: x (B, T, d_model) -> y (B, T, d_model), state.
+        """Attend over a whole sequence, or the next segment of one: x (B, T, d_model) -> y (B, T, d_model), state.
 
         `mask` (B, T) is False for padding, on either side: no token sees it, in this segment or a later one, and its
         output is 0. Padding between tokens of one sequence still adds to their distance and takes room in the memory.
@@ -109,12 +109,12 @@ class RelativeAttention(nn.Module):
         )
 
     def step(self, x: Tensor, state: SegmentMemory | None = None) -> tuple[Tensor, SegmentMemory]:
-        """One token: x (B, d_model) -> y (B, d_model), state. It sees the `mem_len` tokens before it and itself."""
+        """Attend from one token to the `mem_len` before it and itself: x (B, d_model) -> y (B, d_model), state."""
         y, state = self(check_token(x, self.d_model), state)
         return y.squeeze(1), state
 
     def _distance_scores(self, q: Tensor, S: int, mask: Tensor | None) -> Tensor:
-        """(q_i + v)·W_r r_{i-j} / sqrt(d_head), -inf where j is out of sight: (B, H, T, S)."""
+        """Compute (q_i + v)·W_r r_{i-j} / sqrt(d_head), -inf where j is out of sight: (B, H, T, S)."""
         T = q.shape[1]
         distances = torch.arange(S - 1, -1, -1, device=q.device)
         if self.clamp_len is not None:
@@ -128,7 +128,7 @@ class RelativeAttention(nn.Module):
         return tensor[:, max(0, tensor.shape[1] - self.mem_len) :]
 
     def extra_repr(self) -> str:
-        """Shown by print(layer)."""
+        """Return what print(layer) shows."""
         return (
             f"n_heads={self.n_heads}, d_head={self.d_head}, mem_len={self.mem_len}, "
             f"clamp_len={self.clamp_len}, dropout={self.dropout}"
@@ -136,7 +136,7 @@ class RelativeAttention(nn.Module):
 
 
 def shift(scores: Tensor) -> Tensor:
-    """From scores (..., T, S) by distance S-1, ..., 0 to scores by token j: entry (i, j) is that of distance S-T+i-j.
+    """Turn scores (..., T, S) by distance S-1, ..., 0 into scores by token j: entry (i, j) has distance S-T+i-j.
 
     Row i is to move T - 1 - i places to the left. With one more column, read as one long row, that is the same as
     dropping the first T numbers. What comes to stand at tokens in the future has no meaning.

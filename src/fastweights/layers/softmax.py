@@ -60,7 +60,7 @@ class SoftmaxAttention(nn.Module):
     def forward(
         self, x: Tensor, state: KeyValueState | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, KeyValueState]:
-        """A whole sequence, or the next segment of one: x (B, T, d_model) -> y (B, T, d_model), state.
+        """Attend over a whole sequence, or the next segment of one: x (B, T, d_model) -> y (B, T, d_model), state.
 
         `mask` (B, T) is False for padding, on either side: no token sees it, in this segment or a later one, and its
         output is 0. Gradients flow into the state.
@@ -92,10 +92,10 @@ class SoftmaxAttention(nn.Module):
         return y, KeyValueState(k, v, mask=seen_mask)
 
     def step(self, x: Tensor, state: KeyValueState | None = None) -> tuple[Tensor, KeyValueState]:
-        """One token: x (B, d_model) -> y (B, d_model), state. Memory and time grow with the tokens seen."""
+        """Attend from one token: x (B, d_model) -> y (B, d_model), state. Memory and time grow with the tokens seen."""
         y, state = self(check_token(x, self.d_model), state)
         return y.squeeze(1), state
 
     def extra_repr(self) -> str:
-        """Shown by print(layer)."""
+        """Return what print(layer) shows."""
         return f"n_heads={self.n_heads}, d_head={self.d_head}, dropout={self.dropout}, causal={self.causal}"

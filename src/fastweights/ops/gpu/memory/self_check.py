@@ -54,7 +54,7 @@ def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
-    """||ours - float64|| / ||float64|| of outputs and gradients, over several chunks, the last of them partial."""
+    """Return ||ours - float64|| / ||float64|| of outputs and gradients, over chunks of which the last is partial."""
     generator = torch.Generator(device).manual_seed(0)
     C, H, D, M = kind.config.chunk, heads, kind.D, kind.M
     B, T = (1 if kind.packed else 2), 3 * C + 5
@@ -105,7 +105,7 @@ def _step_kernel() -> Callable[..., Any]:
 
 
 def _compare_step(kind: StepKind, heads: int, device: torch.device) -> dict[str, float]:
-    """||ours - float64|| / ||float64|| of y, W and z after one token, in place and not."""
+    """Return ||ours - float64|| / ||float64|| of y, W and z after one token, in place and not."""
     generator = torch.Generator(device).manual_seed(0)
     B, H, D, M, features = 3, heads, kind.D, kind.M, kind.features
     wide = torch.promote_types(kind.dtype, torch.float32)
@@ -139,7 +139,7 @@ def _compare_step(kind: StepKind, heads: int, device: torch.device) -> dict[str,
 def _exact_step(
     kind: StepKind, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], W: Tensor, z: Tensor | None
 ) -> list[Tensor]:
-    """The family's equations for one token, with attention normalisation as in Eqs. 18-19 and 26-28."""
+    """Compute the family's equations for one token, with attention normalisation as in Eqs. 18-19 and 26-28."""
     q, k, v = q[:, 0], k[:, 0], v[:, 0]
     one = torch.ones_like(v[..., :1])
     a, e, w = (gates[name].transpose(1, 2) if name in gates else None for name in "aew")
@@ -159,7 +159,7 @@ def _exact_step(
 def _exact(
     kind: Kind, inputs: tuple[Tensor | None, ...], bounds: Tensor | None, dy: Tensor, dW: Tensor
 ) -> list[Tensor]:
-    """y, W and the gradients of what is there, in float64 by plain PyTorch.
+    """Compute y, W and the gradients of what is there, in float64 by plain PyTorch.
 
     Not as custom ops, and with the gradient of a number: else the first call imports PyTorch's compiler or its symbolic
     shapes, which takes longer than the rest of the check.
@@ -185,7 +185,7 @@ def _exact(
 
 
 def shipped() -> Iterator[AnyKind]:
-    """Every row of the table, with the delta rule, in groups, and packed with the gated delta rule; then fused maps."""
+    """Yield every row of the table with the delta rule, in groups, and packed with the gated one; then fused maps."""
     for dtype, D, M, config in plain_rows():
         if dtype in LIMITS:
             grouped = configuration(D, M, dtype, 1, LONG)
