@@ -26,11 +26,11 @@ ROUNDINGS = {torch.float64: 1e6, torch.float32: 2e5, torch.bfloat16: 16, torch.f
 
 def phi(x, features):
     """Map heads as `features` say: none, ELU + 1, ReLU or DPFP, divided by the sum."""
-    if features.map == 1:
+    if features.map == "elu":
         x = torch.where(x > 0, x + 1, x.clamp(max=0).exp())
-    elif features.map == 2:
+    elif features.map == "relu":
         x = x.clamp(min=0)
-    elif features.map == 3:
+    elif features.map == "dpfp":
         r = torch.cat([x.clamp(min=0), (-x).clamp(min=0)], -1)
         x = torch.cat([r * torch.cat([r[..., -j:], r[..., :-j]], -1) for j in range(1, features.nu + 1)], -1)
     return quotient(x, x.sum(-1, keepdim=True)) if features.sum else x
@@ -100,7 +100,7 @@ class RandomCall:
         self.bounds = [0, *sorted(draw.randint(0, T) for _ in range(draw.choice([0, 1, 3]))), T] if packed else None
         N, D = len(self.bounds) - 1 if packed else B, self.features.size(d)
         wide = torch.promote_types(self.dtype, torch.float32)
-        raw = torch.rand if self.features.map == 0 else torch.randn
+        raw = torch.rand if self.features.map == "none" else torch.randn
         # The length of a key is about 1.
         long = 1 if self.features.sum else d**-0.5
         self.tensors = {"q": raw(B, T, H, d) * long, "k": raw(B, T, H, d) * long, "v": torch.randn(B, T, H, M)}
