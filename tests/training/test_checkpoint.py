@@ -1,12 +1,9 @@
 """Checkpoints on disk: whole, proven, kept in the right number; damage and a full disk do no harm."""
 
 import errno
-import itertools
 import json
 import os
 import shutil
-import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +30,12 @@ from fastweights.training.runs.snapshot import weights_of
 from .tiny import TinyTask, losses, quiet, run
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    """Readers look again at once."""
+    monkeypatch.setattr(checkpoints, "_PAUSE_S", 0.0)
 
 
 def contents(value=1.0):
@@ -213,32 +216,28 @@ def test_a_best_checkpoint_that_training_set_aside_is_not_replaced_by_the_last(t
             load_weights(TinyTask().build(), tmp_path)
 
 
-def test_weights_can_be_loaded_while_the_folder_is_trained(tmp_path):
-    """Checkpoints come, are replaced and go as fast as they can; every load gets a complete one."""
+@pytest.mark.parametrize("which", ["best", "last"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_weights_can_be_loaded_while_the_folder_is_trained(tmp_path, monkeypatch, which, step):
+    """Between manifest and weights the checkpoint is replaced by one of the same step, or makes way for another."""
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
-    stop, steps = threading.Event(), set()
+    read_manifest = checkpoints.read_manifest
 
-    def train():
-        for step in itertools.count(1):
-            store.save(step, contents(float(step)))
-            store.save(1 + step % 2, Contents({"w": torch.full((2, 3), float(step))}, None))
-            if stop.is_set():
-                return
+    def save(step, value):
+        store.save(step, Contents({"w": torch.full((2, 3), value)}, {} if which == "last" else None))
 
-    trainer = threading.Thread(target=train)
-    trainer.start()
-    try:
-        while not list((tmp_path / "checkpoints").glob("best-*")):
-            time.sleep(0.01)
-        for number in range(60):
-            model = nn.Module()
-            model.w = nn.Parameter(torch.zeros(2, 3))
-            load_weights(model, tmp_path, ("best", "last")[number % 2])
-            steps.add(model.w.unique().item())
-    finally:
-        stop.set()
-        trainer.join()
-    assert len(steps) > 1
+    def interrupted(folder):
+        manifest = read_manifest(folder)
+        monkeypatch.setattr(checkpoints, "read_manifest", read_manifest)
+        save(step, 2.0)
+        return manifest
+
+    save(1, 1.0)
+    monkeypatch.setattr(checkpoints, "read_manifest", interrupted)
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(2, 3))
+    assert load_weights(model, tmp_path, which).step == step and bool((model.w == 2.0).all())
+    assert [path.name for path in store.folder.iterdir()] == [f"{'step' if which == 'last' else 'best'}-{step:08d}"]
 
 
 def test_shared_and_overlapping_tensors(tmp_path):

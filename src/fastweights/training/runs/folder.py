@@ -17,7 +17,7 @@ from fastweights.common.files import remove_stale_temporaries, write_atomically
 from fastweights.training.engine.config import TrainingConfig
 
 FORMAT = 1
-_CONTENTS = ("config.json", "log.jsonl", "checkpoints", "tensorboard", "eval")
+_CONTENTS = ("config.json", "log.jsonl", "log.jsonl.damaged", "checkpoints", "tensorboard", "eval")
 
 
 class RunError(RuntimeError):
