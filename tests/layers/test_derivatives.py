@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 from fastweights.layers.adaptive import AdaptiveSoftmax
+from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.layers.feedforward import FeedForward
 from fastweights.ops.gpu import device
 from fastweights.ops.losses.label_smoothing import smoothed_nll
@@ -90,10 +91,16 @@ def test_transforms(make):
     torch.testing.assert_close(jvp(run, inputs, tangents)[1], along)
 
 
+def fast_weight():
+    layer = FastWeightAttention(4, 2).double()
+    return lambda x: layer(x)[0], (torch.randn(1, B, 4).double(),)
+
+
 @pytest.mark.slow
 @outside
-def test_compiled_transforms():
-    run, inputs = adaptive_softmax()
+@pytest.mark.parametrize("make", [adaptive_softmax, fast_weight])
+def test_compiled_transforms(make):
+    run, inputs = make()
 
     def along(*inputs):
         return jvp(run, inputs, inputs)[1], grad(lambda *x: run(*x).sum())(*inputs)

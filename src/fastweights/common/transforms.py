@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-def transformed() -> bool:
+def is_transformed() -> bool:
     """Return whether a transform of `torch.func` or a level of forward-mode derivatives is active.
 
     There plain PyTorch has to compute: a custom operator would lose tangents without a word. `torch.compile` sees both.

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from fastweights.common.transforms import transformed
+from fastweights.common.transforms import is_transformed
 from fastweights.layers.checks import check_dtype
 from fastweights.layers.fusing import check_backend, in_autocast_dtype, takes_kernels
 from fastweights.ops.gpu.adaptive_softmax.operators import fused_nll
@@ -90,7 +90,7 @@ class AdaptiveSoftmax(nn.Module):
         inputs = (flat, self.weight, self.bias, *self._clusters(), targets.reshape(-1), list(self.cutoffs))
         if takes_kernels(self, flat, lambda: refuses(flat, self.weight)):
             nll = fused_nll(*inputs)
-        elif transformed():
+        elif is_transformed():
             nll = plain_nll(*inputs)
         else:
             nll, _ = tiled_nll(*inputs, self.tile_bytes)

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+
+from fastweights.common.transforms import is_transformed
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -16,16 +17,6 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def wants_gradients(*tensors: Tensor | None) -> bool:
     """Return whether a backward pass may come."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def is_transformed() -> bool:
-    """Return whether torch.func (vmap, grad, jvp, ...) or forward-mode differentiation is at work.
-
-    Kernels have neither batching rules nor tangents: such calls have to run as plain PyTorch.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _is_watched() -> bool:

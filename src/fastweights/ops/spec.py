@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.ops.eager import is_eager, is_transformed, wants_gradients
+from fastweights.common.transforms import is_transformed
+from fastweights.ops.eager import is_eager, wants_gradients
 from fastweights.ops.features import PLAIN, Features, MapFeatures
 from fastweights.ops.rules import Rule
 

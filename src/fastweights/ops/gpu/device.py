@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.common.transforms import transformed
+from fastweights.common.transforms import is_transformed
 
 LEAST_CAPABILITY = (8, 0)
 
@@ -57,7 +57,7 @@ def refuses(x: Tensor, dtypes: Collection[torch.dtype], interpreted_dtypes: Coll
     """Say why kernels that take `dtypes`, and in the interpreter others, are not for this call with x."""
     if reason := unavailable():
         return reason
-    if transformed():
+    if is_transformed():
         return "a torch.func transform or forward-mode derivative is active, which only plain PyTorch can follow"
     if interpreted():
         right = x.device.type == "cpu" and x.dtype in interpreted_dtypes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastweights.common.transforms import batched, transformed
+from fastweights.common.transforms import batched, is_transformed
 from fastweights.ops.gpu.label_smoothing import launch
 
 
@@ -35,7 +35,7 @@ class _FusedLosses(torch.autograd.Function):
         if d_smoothed is None and d_nll is None:
             return None, None, None
         d_smoothed = torch.zeros_like(totals) if d_smoothed is None else d_smoothed
-        backward = plain_gradient if transformed() or batched(d_smoothed, d_nll) else launch.backward
+        backward = plain_gradient if is_transformed() or batched(d_smoothed, d_nll) else launch.backward
         return backward(d_smoothed, d_nll, logits, targets, totals, ctx.smoothing), None, None
 
 
