@@ -78,7 +78,10 @@ def patch_once_a_launch() -> None:
 
 
 if INTERPRETED:
+    from tests.ops import interpreted_gluon
+
     patch_once_a_launch()
+    sys.modules["fastweights.ops.gpu.memory.kernels.gluon"] = interpreted_gluon
 
 
 @pytest.fixture(autouse=True)

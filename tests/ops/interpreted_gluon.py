@@ -1,7 +1,8 @@
 """What stands for Gluon in Triton's interpreter, which does not know it, as far as the walks token by token use it.
 
 Layouts mean nothing, shared memory is an array that begins as NaN, and copies are made when somebody waits for them,
-not before: whoever reads too early reads NaN or another token.
+not before: whoever reads too early reads NaN or another token. `interpreted` puts this module in the place of
+`kernels.gluon`.
 """
 
 from __future__ import annotations
