@@ -76,14 +76,14 @@ def test_selections():
 
 
 def test_dpfp_in_the_plane():
-    metrics = measure(12, 1)
+    metrics = measure({"size": 12, "d_key": 2, "nu": 1})
     assert (metrics["least_nonzero"], metrics["most_nonzero"], metrics["points"]) == (1, 1, 144)
     assert metrics["shares"] == [0.25] * 4
     assert metrics["largest_overlap"] == metrics["distance_to_equations"] == 0
     found = results({"dpfp-1": {12: 0.0}})
     found.records[0].metrics.update(metrics)
     assert set(verdicts("fig1", found).values()) == {True}
-    found.records[0].metrics.update(measure(12, 3))
+    found.records[0].metrics.update(measure({"size": 12, "d_key": 2, "nu": 3}))
     assert set(verdicts("fig1", found).values()) == {True, False}, "with nu = 3 components repeat"
 
 
@@ -126,7 +126,7 @@ def test_softmax_is_best():
     good = {"softmax": {20: 0.0009, 40: 0.002}, "linear": {20: 0.0005, 40: 0.2}, "favor-64": {40: math.nan}}
     assert verdict("fig2", results(good), "Softmax has") is True, "below the target all are equal"
     claim = EXPERIMENTS["fig2"].claims(results({**good, "dpfp-1": {40: 0.0015}}))[5]
-    assert claim.holds is False and "S = 40 (0.002 against 0.0015 of dpfp-1)" in claim.ours
+    assert claim.holds is False and "S = 40 (0.002 against 0.0015 of DPFP-1)" in claim.ours
     assert verdict("fig2", results({"softmax": {20: 0.1}}), "Softmax has") is None
     assert verdict("fig2", results({"softmax": {20: math.nan}, "linear": {20: 0.1}}), "Softmax has") is False
 

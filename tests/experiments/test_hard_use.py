@@ -201,7 +201,7 @@ def test_markup_in_results_is_shown_as_text(run, out):
 
 def test_a_seed_of_23_digits(run, training, out):
     result = run("reproduce", "fig2", "--scale", "smoke", "--seeds", "1" * 23)
-    assert result.exit_code == 2 and "--seeds takes whole numbers from 0 to" in result.stderr
+    assert result.exit_code == 2 and "--seeds takes whole numbers up to" in result.stderr
     assert not out.exists() and training.trained == []
 
 

@@ -20,7 +20,7 @@ _SILENCE = 60.0
 
 
 class Display:
-    """Watches the sweeps of a command, whose experiments have so many cells together.
+    """Shows the sweeps of a command, whose experiments have `total` cells together.
 
     Large cells take longer and come first, so the time left of an experiment is reckoned by size and not by number.
     """
@@ -89,7 +89,7 @@ class Display:
         self._show()
 
     def _left(self, text: str) -> str:
-        """Time left at the pace so far; nothing until there is a pace."""
+        """Return the time left at the pace so far; nothing until there is a pace."""
         if not self._work_done or not self._work_left:
             return ""
         pace = (time.monotonic() - self._start) / self._work_done
@@ -107,7 +107,7 @@ class Display:
 
 
 def _outcome(metrics: Mapping[str, Any]) -> str:
-    """What came out, in the words of its task, and in front of something else."""
+    """Return the result in the words of its task, followed by a comma."""
     if "diverged_at" in metrics:
         return f"diverged at step {metrics['diverged_at']}, "
     if "words_per_s" in metrics:

@@ -89,7 +89,7 @@ _SURFACES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 
 
 def draw(experiment: Experiment, results: Results) -> dict[str, bytes]:
-    """The figure as files: {"svg": ..., "png": ...}, the same bytes for the same results."""
+    """Draw the figure as files: {"svg": ..., "png": ...}, the same bytes for the same results."""
     with _canvas() as figure:
         kind = experiment.plot.kind
         (KINDS[kind] if isinstance(kind, str) else kind)(figure, experiment, results)
@@ -114,7 +114,7 @@ def _save(figure: Figure, kind: str) -> bytes:
 
 
 def scatter(figure: Figure, experiment: Experiment, results: Results) -> None:
-    """Loss over S, one symbol for each model; with several seeds, the mean and the range from lowest to highest."""
+    """Draw the loss over S, a symbol for each model; with several seeds, the mean and the whole range."""
     axes = _axes(figure, experiment)
     limits = []
     for model, style, label in _series(experiment, results):
@@ -161,7 +161,7 @@ def _mark_limits(axes: Axes, limits: list[tuple[int, str]]) -> None:
 
 
 def curves(figure: Figure, experiment: Experiment, results: Results) -> None:
-    """Evaluation loss over training steps; with several seeds, the mean and the range while all of them still run."""
+    """Draw the evaluation loss over training steps; with several seeds, mean and range while all of them run."""
     axes = _axes(figure, experiment)
     for model, style, label in _series(experiment, results):
         runs = [_curve(record.metrics["curve"]) for record in results.of(model)]
@@ -187,7 +187,7 @@ def _curve(points: list[list[Any]]) -> dict[int, float]:
 
 
 def perplexity(figure: Figure, experiment: Experiment, results: Results) -> None:
-    """Validation perplexity over training steps: see `learning`."""
+    """Draw the validation perplexity over training steps: see `learning`."""
     learning(figure, experiment, results, lambda loss: math.exp(min(loss, 700)))
     _plain_ticks(figure.axes[0])
 
@@ -195,7 +195,7 @@ def perplexity(figure: Figure, experiment: Experiment, results: Results) -> None
 def learning(
     figure: Figure, experiment: Experiment, results: Results, show: Callable[[float], float] = lambda value: value
 ) -> None:
-    """What validations gave over training steps, a line for each model, size and seed; larger sizes are thicker."""
+    """Draw the score of validations over training steps, a line for each cell; larger sizes are thicker."""
     axes = _axes(figure, experiment)
     sizes = results.sizes()
     for model, style, label in _series(experiment, results):
@@ -219,7 +219,7 @@ def learning(
 
 
 def bars(figure: Figure, experiment: Experiment, results: Results) -> None:
-    """Words a second of each model, and the range from the slowest stretch to the fastest."""
+    """Draw the words a second of each model, and the range from the slowest stretch to the fastest."""
     axes = _axes(figure, experiment)
     shown = [(label, style, results.of(model)[0].metrics) for model, style, label in _series(experiment, results)]
     shown.reverse()
@@ -233,7 +233,7 @@ def bars(figure: Figure, experiment: Experiment, results: Results) -> None:
 
 
 def _plain_ticks(axes: Axes) -> None:
-    """Numbers as they are read, 200 and not 2 x 10^2."""
+    """Write ticks as numbers are read, 200 and not 2 x 10^2."""
     from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -242,7 +242,7 @@ def _plain_ticks(axes: Axes) -> None:
 
 
 def conversion(figure: Figure, experiment: Experiment, results: Results) -> None:
-    """A hyper-parameter over the size of a mapped key that was counted with it, each point with its value."""
+    """Draw a hyper-parameter over the size of a mapped key that was counted with it, each point with its value."""
     axes = _axes(figure, experiment)
     for model, style, label in _series(experiment, results):
         metrics = [record.metrics for record in results.of(model)]
@@ -257,7 +257,7 @@ def conversion(figure: Figure, experiment: Experiment, results: Results) -> None
 
 
 def surfaces(figure: Figure, experiment: Experiment, results: Results) -> None:
-    """The components of phi over the plane, each over the part of it where it is not zero."""
+    """Draw the components of phi over the plane, each over the part of it where it is not zero."""
     metrics = results.records[0].metrics
     axis = np.array(metrics["axis"])
     axes: Any = figure.add_subplot(projection="3d")
@@ -279,7 +279,7 @@ def surfaces(figure: Figure, experiment: Experiment, results: Results) -> None:
 
 
 def _support(present: Any) -> Any:
-    """Indices of the part that is present, with one more on each side, where the surface comes down to zero."""
+    """Return the indices of the part that is present and one more on each side, where the surface reaches zero."""
     return np.flatnonzero(np.convolve(present, [1, 1, 1], "same"))
 
 
@@ -318,5 +318,5 @@ def _series(experiment: Experiment, results: Results) -> Iterator[tuple[str, Sty
 
 
 def _subscripts(text: str) -> str:
-    """d_dot and d_key as the paper writes them."""
+    """Write d_dot and d_key as the paper does."""
     return re.sub(r"\bd_(dot|key)\b", r"$d_{\1}$", text)

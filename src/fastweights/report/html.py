@@ -141,21 +141,21 @@ def _chapter(chapter: Chapter) -> str:
 
 
 def _other(chapter: Chapter, shown: Chapter, scale: str) -> str:
-    """The same experiment with other settings, below those that are shown in full."""
+    """Show the same experiment with other settings, below those that are shown in full."""
     parts = [f"<h3>Also run: {escape(_difference(chapter, shown))}</h3>", _table(chapter), _figure(chapter)]
     parts += [_claims(chapter.claims)] if chapter.claims else []
     return "\n".join([*parts, _samples(chapter), _how(chapter, scale), _data(chapter)])
 
 
 def _difference(chapter: Chapter, shown: Chapter) -> str:
-    """What was given to these cells where the others have something else."""
+    """Name the inputs of these cells that differ from those of the others."""
     given, before = map(_given, (chapter, shown))
     names = [*given, *(name for name in before if name not in given)]
     return ", ".join(f"{n} = {given.get(n, 'as usual')}" for n in names if given.get(n) != before.get(n))
 
 
 def _given(chapter: Chapter) -> dict[str, str]:
-    """What all cells of a chapter were given, each thing by its name."""
+    """Return the inputs that all cells of a chapter have, by name."""
     given = inputs_of(chapter.results.records[0].config, chapter.experiment.inputs)
     settings = {name: json.dumps(value) for name, value in given.pop("set", {}).items()}
     corpus = given.pop("corpus", None)
@@ -173,7 +173,7 @@ def _note(chapter: Chapter, scale: str) -> str:
 
 
 def _table(chapter: Chapter) -> str:
-    """The paper's table with our numbers."""
+    """Show the paper's table with our numbers."""
     make = chapter.experiment.table
     if make is None:
         return ""
@@ -183,7 +183,7 @@ def _table(chapter: Chapter) -> str:
 
 
 def _trained_on(chapter: Chapter) -> str:
-    """Which text the numbers are of; the paper's are never compared with ours without it."""
+    """Say which text the numbers are of; the paper's are never compared with ours without it."""
     records, theirs = chapter.results.records, chapter.experiment.paper_corpus
     corpora = [record.config["corpus"]["name"] for record in records if "corpus" in record.config]
     if not corpora:
@@ -239,7 +239,7 @@ def _claims(claims: Sequence[Claim]) -> str:
 
 
 def _how(chapter: Chapter, scale: str) -> str:
-    """Command, commit, machine and time, of all the runs the cells come from."""
+    """Show command, commit, machine and time of all the runs that the cells come from."""
     experiment, records = chapter.experiment, chapter.results.records
     seeds = sorted({record.config["seed"] for record in records})
     planned = len(experiment.grid(scale))
@@ -275,7 +275,7 @@ def _how(chapter: Chapter, scale: str) -> str:
 
 
 def _protocol(chapter: Chapter, scale: str) -> str:
-    """What the scale stands for, and where it stands for the paper's protocol, in what these cells depart from it."""
+    """Say what the scale stands for, and at full scale how these cells depart from the paper's protocol."""
     if scale not in ("paper", "code"):
         return SCALES[scale]
     try:
@@ -293,12 +293,12 @@ def _values(values: Sequence[Any]) -> str:
 
 
 def _words(corpus: Mapping[str, Any]) -> str:
-    """The size of a corpus' vocabulary."""
+    """Return the size of a corpus' vocabulary."""
     return f"{corpus['words']:,} words" if "words" in corpus else f"{corpus['pieces']:,} pieces"
 
 
 def _samples(chapter: Chapter) -> str:
-    """Translations of the same sentences by every model that was run."""
+    """Show translations of the same sentences by every model that was run."""
     found = {r.config["model"]: r.metrics["samples"] for r in chapter.results.records if r.metrics.get("samples")}
     if not found:
         return ""

@@ -21,7 +21,7 @@ def format_loss(value: float | None) -> str:
 
 
 def losses(experiment: Experiment, results: Results) -> list[list[str]]:
-    """Header and rows: S down, models across, mean over seeds with its half range; without sizes, a row a cell."""
+    """Return a header and a row for each S with mean losses and half ranges; with one size, a row for each cell."""
     models = [model for model in experiment.models if results.of(model)]
     if len(results.sizes()) < 2 or not any(results.loss in record.metrics for record in results.records):
         return _runs(experiment, results)
@@ -58,7 +58,7 @@ def _scalar(value: object) -> str:
 
 
 def tally(claims: Sequence[Claim]) -> str:
-    """How many of each verdict, as in "7 hold, 1 fails, 2 not run"."""
+    """Return the number of each verdict, as in "7 hold, 1 fails, 2 not run"."""
     counts = Counter(claim.verdict for claim in claims)
     plural = {"holds": "hold", "fails": "fail"}
     found = [(counts[verdict], verdict) for verdict in ("holds", "fails", "undecided", NOT_RUN) if counts[verdict]]

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from fastweights.experiments.engine import language_tables, perplexity
+from fastweights.experiments.engine import language_tables
 from fastweights.experiments.engine.experiment import Claim, Results
 from fastweights.experiments.engine.language_tables import LanguageScale
-from fastweights.experiments.engine.perplexity import Pair, Shown, best_of, lower, show_pair
+from fastweights.experiments.engine.perplexity import Pair, Shown, against, best_of, lower, show_pair
 from fastweights.experiments.paper import table2, table3, table4, table5
 
 RULES = language_tables.labels(
@@ -31,12 +30,7 @@ MEDIUM: dict[str, Shown] = {
 PAPER: dict[int, Mapping[str, Shown]] = {128: SMALL, 256: MEDIUM}
 # Five passes over 104 million words in steps of 96 x 256.
 FULL = LanguageScale(presets={128: "small"}, settings={"steps": 21_000, "precision": "bf16-mixed"}, stride=8)
-COSTS = {
-    "smoke": "5 s",
-    "small": "6 min on 2 cores",
-    "code": "6 min a model on an H200 with --set compile=default --set graph=true",
-    "paper": "6 min a model on an H200 with --set compile=default --set graph=true",
-}
+COSTS = ("5 s", "6 min on 2 cores", "6 min a model on an H200 with --set compile=default --set graph=true")
 NOTE = (
     "A small part of the paper's training, on the text that is named with the table: 21,000 steps where it has "
     "500,000, or what --set steps says; bfloat16 products; evaluated with a sliding window that moves on by 8 words, "
@@ -54,37 +48,29 @@ STATEMENT = (
 
 
 def claims(results: Results) -> list[Claim]:
-    found = {name: show_pair(pair) for name, pair in SMALL.items()}
-    pairs = {"ELU + 1": ("delta", "linear"), "Performer": ("performer-delta", "performer")}
-    pairs["DPFP-1"] = ("dpfp-1-delta", "dpfp-1")
-    rivals = [name for name in RULES if name != "transformer"]
+    pairs = {
+        "ELU + 1": ("delta", "linear"),
+        "Performer": ("performer-delta", "performer"),
+        "DPFP-1": ("dpfp-1-delta", "dpfp-1"),
+    }
+    medium = (*table3.claims(results), table4.sum_breaks(results), table4.delta_improves(results))
     return [
         *(
-            lower(
-                results,
-                *pair,
-                f"{label}: the delta rule has a lower perplexity than the sum rule",
-                f"{found[pair[0]]} against {found[pair[1]]} on WikiText-103",
-            )
+            is_lower(results, *pair, f"{label}: the delta rule has a lower perplexity than the sum rule")
             for label, pair in pairs.items()
         ),
-        best_of(
-            results,
-            "transformer",
-            rivals,
-            "The Transformer has the lowest perplexity",
-            f"{found['transformer']} on WikiText-103",
-        ),
-        *(
-            replace(claim, paper=f"medium: {claim.paper} on WikiText-103")
-            for claim in (*table3.claims(results), table4.sum_breaks(results), table4.delta_improves(results))
-        ),
+        transformer_is_best(results, RULES),
+        *(replace(claim, paper=f"medium: {claim.paper} on WikiText-103") for claim in medium),
     ]
 
 
-def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The paper's perplexities of a model of this size, whatever this cell learned from."""
-    return perplexity.entry(PAPER.get(config["size"], {}).get(config["model"]))
+def is_lower(results: Results, model: str, other: str, text: str) -> Claim:
+    return lower(results, model, other, text, f"{against({128: SMALL}, model, other)} on WikiText-103")
+
+
+def transformer_is_best(results: Results, labels: Mapping[str, str]) -> Claim:
+    theirs = f"{show_pair(SMALL['transformer'])} on WikiText-103"
+    return best_of(results, "transformer", labels, "The Transformer has the lowest perplexity", theirs)
 
 
 SCALES = language_tables.scales((128,), COSTS, FULL, NOTE)
@@ -96,6 +82,5 @@ EXPERIMENT = language_tables.experiment(
     models=LABELS,
     scales=SCALES,
     claims=claims,
-    paper=paper,
-    table=perplexity.table(LABELS, PAPER),
+    numbers=PAPER,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastweights.experiments.beyond import wikipedia
-from fastweights.experiments.engine import language_tables, perplexity
+from fastweights.experiments.engine import language_tables
 
 FULL = replace(wikipedia.FULL, presets={128: "small-fast"})
 NOTE = (
@@ -25,6 +25,5 @@ EXPERIMENT = language_tables.experiment(
     models=wikipedia.LABELS,
     scales=language_tables.scales((128,), wikipedia.COSTS, FULL, NOTE, SMALL_NOTE),
     claims=wikipedia.claims,
-    paper=wikipedia.paper,
-    table=perplexity.table(wikipedia.LABELS, wikipedia.PAPER),
+    numbers=wikipedia.PAPER,
 )

@@ -7,18 +7,17 @@ and 3.5 epochs cannot tell models apart that are a few per cent from each other.
 
 from __future__ import annotations
 
-from fastweights.experiments.engine import language_tables, perplexity
+from fastweights.experiments.beyond import wikipedia
+from fastweights.experiments.engine import language_tables
 from fastweights.experiments.engine.corpora import WIKITEXT2
 from fastweights.experiments.engine.experiment import Claim, Results
 from fastweights.experiments.engine.language_tables import LanguageScale
-from fastweights.experiments.engine.perplexity import best_of, lower, show_pair
-from fastweights.experiments.paper import table2, table5
 
 LABELS = language_tables.labels("transformer", "linear", "delta", "dpfp-1-delta")
 FULL = LanguageScale(presets={128: "tiny"}, settings={"steps": 3600}, stride=64)
 SCALES = language_tables.scales(
     (128,),
-    {"smoke": "2 s", "small": "1 min on 2 cores", "code": "1 h on 2 cores", "paper": "1 h on 2 cores"},
+    ("2 s", "1 min on 2 cores", "1 h on 2 cores"),
     FULL,
     note="Not in the paper: 4 layers, D = 128, L = 128, 3600 steps of 2048 words (3.5 epochs of WikiText-2), evaluated "
     "with a sliding window that moves on by 64 words. It shows that the models learn real text, not how they compare "
@@ -32,31 +31,10 @@ STATEMENT = (
 
 
 def claims(results: Results) -> list[Claim]:
-    small = {**table5.PAPER, **table2.PAPER[128]}
-    found = {name: show_pair(small[name]) for name in LABELS}
-    rivals = [name for name in LABELS if name != "transformer"]
     return [
-        lower(
-            results,
-            "delta",
-            "linear",
-            "The delta rule has a lower perplexity than the sum rule",
-            f"{found['delta']} against {found['linear']} on WikiText-103",
-        ),
-        lower(
-            results,
-            "dpfp-1-delta",
-            "delta",
-            "DPFP-1 with the delta rule improves on ELU + 1",
-            f"{found['dpfp-1-delta']} against {found['delta']} on WikiText-103",
-        ),
-        best_of(
-            results,
-            "transformer",
-            rivals,
-            "The Transformer has the lowest perplexity",
-            f"{found['transformer']} on WikiText-103",
-        ),
+        wikipedia.is_lower(results, "delta", "linear", "The delta rule has a lower perplexity than the sum rule"),
+        wikipedia.is_lower(results, "dpfp-1-delta", "delta", "DPFP-1 with the delta rule improves on ELU + 1"),
+        wikipedia.transformer_is_best(results, LABELS),
     ]
 
 
@@ -68,6 +46,5 @@ EXPERIMENT = language_tables.experiment(
     models=LABELS,
     scales=SCALES,
     claims=claims,
-    table=perplexity.table(LABELS, {}),
     corpus=WIKITEXT2,
 )

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastweights.data.manifest import EMBEDDED, DataError, absence, read_manifest
+from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.prepare import prepare
 from fastweights.data.registry import CORPORA
 from fastweights.data.text.corpus import Corpus, TokenStream
 from fastweights.experiments.engine.experiment import BadInput, Inputs, UserInput
 
 SPLITS = ("valid", "test")
+Loaded = TypeVar("Loaded", Corpus, ParallelCorpus)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +94,18 @@ def _letters(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
-def corpus_of(config: Mapping[str, Any], data: Path | None) -> Corpus:
-    """Load the text of a cell; a BadInput if it is not the one that the cell names."""
+def load_corpus(kind: type[Loaded], config: Mapping[str, Any], data: Path | None) -> Loaded:
+    """Load the corpus of a cell; a BadInput if it is not the one that the cell names."""
     assert data is not None
-    corpus = Corpus.load(data)
+    corpus = kind.load(data)
     if corpus.fingerprint != config["corpus"]["fingerprint"]:
         raise BadInput(f"the corpus in {data} was changed while it was being used")
+    return corpus
+
+
+def corpus_of(config: Mapping[str, Any], data: Path | None) -> Corpus:
+    """Load the text of a cell, or the excerpt of it that the cell learns from."""
+    corpus = load_corpus(Corpus, config, data)
     if config["excerpt"] is None:
         return corpus
     train, valid, test = (TokenStream(corpus.split(s).tokens[: config["excerpt"]]) for s in ("train", *SPLITS))

@@ -17,7 +17,7 @@ Place = tuple[str, ...]
 
 
 def departures(experiment: Experiment, records: Sequence[Record]) -> dict[str, tuple[list[Any], list[Any]]]:
-    """Names of what differs in any of the cells, with the values of these cells and those of the paper's protocol.
+    """Return what differs from the paper's protocol in any of the cells: by name, their values and the paper's.
 
     What the paper does not say is in its protocol as the preset of its models has it.
     """
@@ -45,7 +45,7 @@ def _departures(experiment: Experiment, record: Record) -> dict[str, tuple[Any, 
 
 
 def _leaves(value: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """The entries of a configuration that hold no further ones, by their place in it."""
+    """Yield the entries of a configuration that hold no further ones, with the path to each."""
     if isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
         value = {str(number): entry for number, entry in enumerate(value)}
     if not isinstance(value, Mapping):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -43,7 +44,7 @@ class Cell:
 
     @cached_property
     def slug(self) -> str:
-        """A file name: readable in front, and unique to the whole configuration by the hash at the end."""
+        """Return a file name that begins readably and ends in a hash of the whole configuration."""
         text = json.dumps(self.config, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:10]
         return "{model}-{size}-seed{seed}-{scale}".format(**self.config) + f"-{digest}"
@@ -62,7 +63,7 @@ class CellOutcome:
 
 
 def storable(value: Any) -> Any:
-    """`value` with lists for tuples and None for what JSON has no number for."""
+    """Return `value` with lists for tuples and None for numbers that JSON does not have."""
     if isinstance(value, float):
         return float(f"{value:.7g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -114,18 +115,18 @@ class Results:
         return [r for r in self.records if r.config["model"] == model and size in (None, r.config["size"])]
 
     def sizes(self, *models: str) -> list[int]:
-        """The sizes that all these models were run at, or any model when none is named."""
+        """Return the sizes that all these models were run at, or any model when none is named."""
         if not models:
             return sorted({record.config["size"] for record in self.records})
         return sorted(set.intersection(*({record.config["size"] for record in self.of(model)} for model in models)))
 
     def values(self, model: str, size: int) -> list[float]:
-        """The loss of each seed; NaN where it was not a number."""
+        """Return the loss of each seed; NaN where it was not a number."""
         losses = (record.metrics.get(self.loss) for record in self.of(model, size))
         return [math.nan if loss is None else float(loss) for loss in losses]
 
     def mean(self, model: str, size: int) -> float:
-        """Mean loss over the seeds, NaN if any of them is; only for cells that were run."""
+        """Return the mean loss over the seeds, NaN if one of them is; only for cells that were run."""
         values = self.values(model, size)
         return sum(values) / len(values)
 
@@ -195,6 +196,19 @@ class Inputs:
     data: Path | None = None
 
 
+def run_each(
+    measure: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+) -> Callable[[Sequence[Cell], Setup], CellOutcomes]:
+    """Return the `Experiment.run` of cells that are measured one after the other, without training."""
+
+    def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
+        for cell in cells:
+            start = time.perf_counter()
+            yield cell, CellOutcome(measure(cell.config), time.perf_counter() - start)
+
+    return run
+
+
 Progress = Callable[[Cell, int, float], None]
 CellOutcomes = Generator[tuple[Cell, CellOutcome], None, None]
 
@@ -205,7 +219,7 @@ class Setup:
 
     Args:
         jobs: cells at once; None for as many as suit the device.
-        folder: for what an interrupted cell leaves to go on from.
+        folder: for what an interrupted cell is resumed from.
         data: as in `Inputs`.
         keep: leave the folders of finished cells, with their weights.
         force: begin every cell anew, also where an earlier command left a part of it.
@@ -271,12 +285,12 @@ class Experiment:
     selectable: bool = True
 
     def judge(self, scale: str | None, results: Results) -> list[Claim]:
-        """The claims, none of them decided where the scale is too small for it."""
+        """Return the claims, none of them decided where the scale is too small for it."""
         decides = scale is None or self.scales[scale].decides
         return [claim if decides else replace(claim, holds=None) for claim in self.claims(results)]
 
     def grid(self, scale: str, selection: Selection | None = None) -> list[tuple[str, int, int]]:
-        """Model, size and seed of each cell; cheap, where `cells` may have to load the task's code."""
+        """Return model, size and seed of each cell; none at a scale that the experiment does not have."""
         if scale not in self.scales:
             return []
         at = self.scales[scale]
@@ -289,7 +303,7 @@ class Experiment:
         return [(model, size, seed) for seed in seeds for size in sizes for model in models]
 
     def inputs_for(self, scale: str, request: UserInput) -> Inputs:
-        """What the experiment takes of a request; BadInput or ValueError for what it cannot work with."""
+        """Return the inputs of a scale; BadInput or ValueError for what the experiment cannot work with."""
         return self.make_inputs(scale, request) if self.make_inputs else Inputs()
 
     def cell(self, scale: str, model: str, size: int, seed: int, given: Mapping[str, Any] | None = None) -> Cell:
@@ -302,7 +316,7 @@ class Experiment:
         return [self.cell(scale, *place, given) for place in self.grid(scale, selection)]
 
     def cell_of(self, record: Record) -> Cell | None:
-        """The cell this record belongs to, or None where it is of another experiment or of an older configuration."""
+        """Return the cell of a record, None if that is of another experiment or of an older configuration."""
         config = record.config
         if config["model"] not in self.models or config["scale"] not in self.scales:
             return None
@@ -320,5 +334,5 @@ class Experiment:
 
 
 def inputs_of(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The entries of those names."""
+    """Return the entries of those names."""
     return {name: config[name] for name in names}

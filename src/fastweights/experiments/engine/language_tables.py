@@ -10,21 +10,26 @@ L - stride words; those with carried context in one go through the text.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fastweights.common.files import write_atomically
 from fastweights.data.manifest import sets
 from fastweights.data.text.corpus import Corpus
 from fastweights.data.text.documents import mark_documents
 from fastweights.experiments.engine.corpora import SPLITS, WIKITEXT103, RequiredCorpus, corpus_of, make_inputs
-from fastweights.experiments.engine.experiment import SCALES, Experiment, Plot, Scale, storable
-from fastweights.experiments.engine.runner import Trainable, check_settings, runner, stored, training_of
+from fastweights.experiments.engine.experiment import Experiment, Plot, Scale, storable
+from fastweights.experiments.engine.perplexity import Shown, entry, table
+from fastweights.experiments.engine.runner import (
+    Trainable,
+    check_settings,
+    kept,
+    runner,
+    stored,
+    training_entries,
+    training_of,
+)
 from fastweights.experiments.engine.shape import Shape
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig, check_forgets
 from fastweights.training.engine.config import TrainingConfig
@@ -88,7 +93,7 @@ class LanguageScale:
         memories: memory and segment of Transformer-XL at evaluation, the last as in training [App. F].
         rows: rows of text read side by side with carried context. The paper reads one; more lose the context at their
             beginnings.
-        excerpt: only so many words of each split, for a run that shows nothing but that everything works.
+        excerpt: the most words of each split, for a run that only shows that everything works.
     """
 
     presets: Mapping[int, str]
@@ -129,9 +134,13 @@ SMALL_NOTE = (
 
 
 def scales(
-    sizes: Sequence[int], costs: Mapping[str, str], paper: LanguageScale = PAPER, note: str = "", small_note: str = ""
+    sizes: Sequence[int],
+    costs: tuple[str, str, str],
+    paper: LanguageScale = PAPER,
+    note: str = "",
+    small_note: str = "",
 ) -> dict[str, Scale]:
-    """The four scales of a table that has these values of d_model in the paper."""
+    """Return the four scales of a table with these values of d_model and costs at smoke, small and full scale."""
     code = replace(paper, settings={**paper.settings, "first_step_full": True})
     rows = {
         "smoke": ((16,), SMOKE, SMOKE_NOTE),
@@ -140,24 +149,22 @@ def scales(
         "paper": (tuple(sizes), paper, note),
     }
     return {
-        name: Scale(
-            sizes=at, seeds=SEEDS, options={"language": options}, cost=costs[name], note=text, decides=name != "smoke"
-        )
-        for name, (at, options, text) in rows.items()
+        name: Scale(sizes=at, seeds=SEEDS, options={"language": options}, cost=cost, note=text, decides=name != "smoke")
+        for (name, (at, options, text)), cost in zip(rows.items(), (*costs, costs[-1]), strict=True)
     }
 
 
-PROTOCOL = scales(tuple(PAPER.presets), dict.fromkeys(SCALES, ""))
+PROTOCOL = scales(tuple(PAPER.presets), ("", "", ""))
 """Tables 2 to 5 as the paper has them: what tables of other trainings are told apart from."""
 
 
 def labels(*names: str) -> dict[str, str]:
-    """`Experiment.models` of a table with these rows."""
+    """Return the `Experiment.models` of a table with these rows."""
     return {name: MODELS[name].label for name in names}
 
 
 def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
-    """`Experiment.configure` of a table with those scales: everything in full, so that no default is left to change."""
+    """Return the `Experiment.configure` of a table with those scales, in full, so that no default can change it."""
 
     def configure(
         scale: str, model: str, size: int, seed: int, corpus: Mapping[str, Any], set: Mapping[str, Any]
@@ -172,8 +179,7 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
         task = found.task
         if task["documents"] != "none":
             check_forgets(found.model)
-        settled = TrainingConfig.free() - {"eval_every"}
-        training = {name: value for name, value in found.training.describe().items() if name not in settled}
+        training = training_entries(found.training)
         return {
             "scale": scale,
             "model": model,
@@ -189,7 +195,7 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
             "context": task["context"],
             "excerpt": at.excerpt,
             "network": storable(found.model.to_dict()),
-            "training": storable(training),
+            "training": training,
             "evaluations": _evaluations(at, found.model.mixer, task["context"]),
             **({} if task["documents"] == "none" else {"documents": task["documents"]}),
             **({} if task["order"] == "stream" else {"order": task["order"]}),
@@ -199,7 +205,7 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
 
 
 def _evaluations(at: LanguageScale, mixer: str, context: str) -> list[dict[str, Any]]:
-    """How the trained model is scored, the last one being what counts."""
+    """Return how the trained model is scored; the last score is the one that counts."""
     if context == "limited":
         return [{"name": "sliding", "stride": at.stride}]
     carried = {"name": "carried", "batch": at.rows}
@@ -209,24 +215,21 @@ def _evaluations(at: LanguageScale, mixer: str, context: str) -> list[dict[str, 
 
 
 def build(config: Mapping[str, Any], data: Path | None) -> tuple[LanguageTask, TrainingConfig]:
-    """The task and the training of a cell."""
+    """Return the task and the training of a cell."""
     corpus, network = corpus_of(config, data), LanguageModelConfig.from_dict(config["network"])
     task = LanguageTask(network, corpus, eval_batch=config["eval_batch"], **cutting(config))
     return task, training_of(config, log_every=min(200, max(1, config["steps"] // 50)))
 
 
 def cutting(config: Mapping[str, Any]) -> dict[str, Any]:
-    """How the text of a cell is cut for training, as `LanguageTask` wants it."""
+    """Return how the text of a cell is cut for training, as `LanguageTask` takes it."""
     names = ("segment", "batch_size", "context", "documents", "order", "seed")
     return {name: config[name] for name in names if name in config}
 
 
 def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: str) -> dict[str, Any]:
-    """Perplexities of the best checkpoint. Each is kept in the run's folder as soon as it is known."""
+    """Measure the perplexities of the best checkpoint."""
     run = LanguageRun.open(folder)
-    # A GPU would otherwise keep the training's memory while the evaluation asks for its own.
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()
     model, checkpoint = run.load("best", device)
     corpus = corpus_of(config, data)
     found = [_evaluate(config, model, corpus, folder, options, device) for options in config["evaluations"]]
@@ -245,14 +248,13 @@ def _evaluate(
     how = evaluate.protocol(**options, model=model.config, trained_segment=config["segment"], device=device)
     found: dict[str, Any] = {"mem_len": how.mem_len} if how.mem_len is not None else {}
     for split in SPLITS:
-        path = folder / "eval" / f"{split}-{how.slug}.json"
-        if path.exists():
-            found[split] = json.loads(path.read_text())
-            continue
-        stream = mark_documents(corpus.split(split), corpus.vocabulary, config.get("documents", "none"))
-        result = evaluate.measure(model, stream, how)
-        found[split] = storable({"loss": result.loss, "ppl": result.ppl, "tokens": result.tokens})
-        write_atomically(path, json.dumps(found[split]).encode())
+
+        def measure(split: str = split) -> dict[str, Any]:
+            stream = mark_documents(corpus.split(split), corpus.vocabulary, config.get("documents", "none"))
+            result = evaluate.measure(model, stream, how)
+            return {"loss": result.loss, "ppl": result.ppl, "tokens": result.tokens}
+
+        found[split] = kept(folder / "eval" / f"{split}-{how.slug}.json", measure)
     if how.mem_len is not None:
         model.set_memory(how.mem_len, how.clamp_len)
     return {**found, "state_size": model.state_size(how.segment)}
@@ -261,21 +263,28 @@ def _evaluate(
 run = runner(Trainable(build, score))
 
 
-def experiment(*, scales: Mapping[str, Scale], corpus: RequiredCorpus = WIKITEXT103, **rest: Any) -> Experiment:
-    """A table of language models: an `Experiment` with what all of them have in common."""
-    plot = Plot(kind="perplexity", x_label="training steps", y_label="validation perplexity", log_y=True)
+def experiment(
+    *,
+    models: Mapping[str, str],
+    scales: Mapping[str, Scale],
+    numbers: Mapping[int, Mapping[str, Shown]] | None = None,
+    corpus: RequiredCorpus = WIKITEXT103,
+    **rest: Any,
+) -> Experiment:
+    """Return a table of language models. `numbers` are the paper's perplexities, by d_model and model."""
+    theirs = numbers or {}
     shared: dict[str, Any] = {
-        "paper_corpus": WIKITEXT103.name,
         "run": run,
-        "plot": plot,
+        "plot": Plot(kind="perplexity", x_label="training steps", y_label="validation perplexity", log_y=True),
+        "paper": lambda config: entry(theirs.get(config["size"], {}).get(config["model"])),
+        "table": table(models, theirs),
         "make_inputs": make_inputs(corpus),
         "inputs": INPUTS,
-    }
-    shared |= {
         "stored": STORED,
         "fields": FIELDS,
         "needs": ("lightning",),
         "size_name": "D",
+        "paper_corpus": WIKITEXT103.name,
         "configure_as_paper": configure(PROTOCOL),
     }
-    return Experiment(scales=scales, configure=configure(scales), fixed_sizes=True, **{**shared, **rest})
+    return Experiment(models=models, scales=scales, configure=configure(scales), fixed_sizes=True, **{**shared, **rest})

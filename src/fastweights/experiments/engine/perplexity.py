@@ -27,13 +27,13 @@ PAPER_HEADER = ("paper, validation", "paper, test")
 
 
 def ppl(record: Record, split: str) -> float:
-    """Perplexity of a cell; infinite where its training diverged."""
+    """Return the perplexity of a cell; infinite where its training diverged."""
     value = (record.metrics.get(split) or {}).get("ppl")
     return math.inf if value is None else float(value)
 
 
 def mean(results: Results, model: str, size: int) -> Pair | None:
-    """Mean over the seeds on both texts, None without any."""
+    """Return the means over the seeds on both texts, None without any."""
     records = results.of(model, size)
     if not records:
         return None
@@ -50,12 +50,12 @@ def show_pair(pair: Pair | None) -> str:
 
 
 def margin(results: Results) -> float:
-    """The share by which perplexities have to differ."""
+    """Return the share by which perplexities have to differ."""
     return CLOSE if any(record.config.get("steps", SHORT) < SHORT for record in results.records) else 0.0
 
 
 def is_lower(ours: Pair, theirs: Pair, by: float = 0.0) -> bool | None:
-    """Whether ours is lower on both texts, None where they are too close; a training that diverged never is."""
+    """Return whether ours is lower on both texts, None where they are too close; False where ours diverged."""
     if all(a < b * (1 - by) for a, b in zip(ours, theirs, strict=True)):
         return True
     lost = any(math.isinf(a) or (b < a * (1 - by) if by else a >= b) for a, b in zip(ours, theirs, strict=True))
@@ -63,7 +63,7 @@ def is_lower(ours: Pair, theirs: Pair, by: float = 0.0) -> bool | None:
 
 
 def lower(results: Results, model: str, other: str, text: str, paper: str) -> Claim:
-    """`model` has a lower perplexity than `other` on both texts at every size; undecided while sizes are missing."""
+    """Judge that `model` is lower than `other` on both texts at every size; undecided while sizes are missing."""
     compared = {}
     for size in results.sizes():
         ours, theirs = mean(results, model, size), mean(results, other, size)
@@ -82,12 +82,12 @@ def lower(results: Results, model: str, other: str, text: str, paper: str) -> Cl
 
 
 def every(verdicts: Sequence[bool | None]) -> bool | None:
-    """Whether all hold: not if one fails, undecided if one is."""
+    """Return whether all hold: False if one fails, None if one is undecided."""
     return False if False in verdicts else None if None in verdicts else True
 
 
 def against(paper: Mapping[int, Mapping[str, Pair]], model: str, other: str) -> str:
-    """The paper's pair of numbers for such a claim."""
+    """Return the paper's numbers of the two models, as a text."""
     found = [f"{show_pair(row[model])} against {show_pair(row[other])}" for row in paper.values()]
     return "; ".join(
         f"D = {size}: {entry}" if len(paper) > 1 else entry for size, entry in zip(paper, found, strict=True)
@@ -95,7 +95,7 @@ def against(paper: Mapping[int, Mapping[str, Pair]], model: str, other: str) -> 
 
 
 def table(labels: Mapping[str, str], paper: Mapping[int, Mapping[str, Shown]]) -> Callable[[Results], Table]:
-    """`Experiment.table`: a row for each size and model, validation and test perplexity, ours and the paper's.
+    """Return an `Experiment.table`: a row for each size and model, with our perplexities and the paper's.
 
     Where the paper has no such model of that size, the smallest it has stands there with its size.
     """
@@ -121,7 +121,7 @@ def table(labels: Mapping[str, str], paper: Mapping[int, Mapping[str, Shown]]) -
 
 
 def beside_ours(pair: Shown | None, size: int, theirs: int) -> tuple[str, str]:
-    """The paper's numbers for a row of ours, with their size where it is another."""
+    """Return the paper's numbers for a row of ours, with their size where it differs."""
     if pair is None:
         return ("", "")
     shown = (pair, pair) if isinstance(pair, str) else map(show, pair)
@@ -130,7 +130,7 @@ def beside_ours(pair: Shown | None, size: int, theirs: int) -> tuple[str, str]:
 
 
 def lower_in_all(results: Results, pairs: Sequence[tuple[str, str]], text: str, paper: str) -> Claim:
-    """`lower` for every pair of models; undecided while some are missing and none was lost."""
+    """Judge `lower` for every pair of models; undecided while some are missing and none was lost."""
     claims = [lower(results, *pair, text, paper) for pair in pairs]
     ran = [claim for claim in claims if claim.ours != NOT_RUN]
     if not ran:
@@ -139,27 +139,27 @@ def lower_in_all(results: Results, pairs: Sequence[tuple[str, str]], text: str, 
 
 
 def entry(pair: Shown | None) -> dict[str, Any] | None:
-    """`Experiment.paper` of a pair of perplexities."""
+    """Return the `Experiment.paper` of a pair of perplexities."""
     if pair is None or isinstance(pair, str):
         return None if pair is None else dict.fromkeys(SPLITS, pair)
     return dict(zip(SPLITS, pair, strict=True))
 
 
-def best_of(results: Results, model: str, others: Sequence[str], text: str, paper: str) -> Claim:
-    """`model` is lower than each of `others`, on both texts, at every size; undecided while some are missing."""
-    claims = {other: lower(results, model, other, text, paper) for other in others}
+def best_of(results: Results, model: str, labels: Mapping[str, str], text: str, paper: str) -> Claim:
+    """Judge that `model` is lower than the others on both texts at every size; undecided while some are missing."""
+    claims = {other: lower(results, model, other, text, paper) for other in labels if other != model}
     ran = {other: claim for other, claim in claims.items() if claim.ours != NOT_RUN}
     if not ran:
         return Claim(text, NOT_RUN, paper, None)
-    lost = [other for other, claim in ran.items() if claim.holds is False]
     mine = "; ".join(show_pair(mean(results, model, size)) for size in results.sizes(model))
-    if lost:
-        rivals = ", ".join(
-            f"{show_pair(mean(results, other, size))} of {other}"
-            for other in lost
-            for size in results.sizes(model, other)
-        )
+    rivals = ", ".join(
+        f"{show_pair(mean(results, other, size))} of {labels[other]}"
+        for other, claim in ran.items()
+        if claim.holds is False
+        for size in results.sizes(model, other)
+    )
+    if rivals:
         return Claim(text, f"{mine} against {rivals}", paper, False)
-    close = [other for other, claim in ran.items() if "closer than" in claim.ours]
+    close = [labels[other] for other, claim in ran.items() if "closer than" in claim.ours]
     ours = f"{mine}, too close to {', '.join(close)}" if close else f"{mine}, lowest of {len(ran) + 1}"
     return Claim(text, ours, paper, every([claim.holds for claim in claims.values()]))

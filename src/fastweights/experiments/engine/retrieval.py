@@ -63,6 +63,8 @@ SETTING_2 = {
     "schlag2021-dpfp": "Schlag (2021) with DPFP",
 }
 
+LABELS = {**SETTING_1, **SETTING_2}
+
 
 def configure(setting: int, scales: Mapping[str, Scale]) -> Callable[[str, str, int, int], Mapping[str, Any]]:
     """Return the function from scale, model, size and seed to the whole configuration, training defaults included."""
@@ -132,7 +134,9 @@ def beats(results: Results, model: str, others: Sequence[str], text: str, paper:
         mine = results.mean(model, size)
         better = {o: x for o, x in rivals.items() if not mine <= max(x, TARGET) and not math.isnan(x)}
         nearest = min(rivals, key=lambda other: math.inf if math.isnan(rivals[other]) else rivals[other])
-        scores[size] = f"{show(mine)} against {show(rivals[nearest])}" + (f" of {nearest}" if len(others) > 1 else "")
+        scores[size] = f"{show(mine)} against {show(rivals[nearest])}" + (
+            f" of {LABELS[nearest]}" if len(others) > 1 else ""
+        )
         if better or math.isnan(mine):
             lost.append(size)
     if not compared:

@@ -1,4 +1,4 @@
-"""Cells that are runs of the training loop, each in a folder of its own, from which an interrupted one goes on.
+"""Cells that are runs of the training loop, each in a folder of its own, from which an interrupted one is resumed.
 
     run = runner(Trainable(build, score))
 
@@ -10,6 +10,7 @@ training that diverges is a result too: `diverged_at`.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -29,7 +30,8 @@ import torch
 from rich.console import Console
 
 from fastweights.common import provenance
-from fastweights.experiments.engine.experiment import BadInput, Cell, CellOutcome, CellOutcomes, Setup
+from fastweights.common.files import write_atomically
+from fastweights.experiments.engine.experiment import BadInput, Cell, CellOutcome, CellOutcomes, Setup, storable
 from fastweights.experiments.engine.shape import CURVE, Shape
 from fastweights.training.engine.config import Fields, TrainingConfig
 from fastweights.training.engine.diagnosis import Diverged
@@ -46,7 +48,7 @@ OWN_OPTIONS = {"seed": "--seeds", **dict.fromkeys(("accelerator", "devices", "no
 """Fields of every training that are not for --set, and the option that decides each."""
 
 POINTS = 250
-"""At most so many points of a training curve are kept."""
+"""The most points of a training curve that are kept."""
 
 _PATIENCE = 60.0
 
@@ -72,7 +74,7 @@ def stored(corpus: Mapping[str, Shape], scores: Mapping[str, Shape]) -> Shape:
 
 
 def runner(kind: Trainable) -> Callable[[Sequence[Cell], Setup], CellOutcomes]:
-    """The `Experiment.run` of such cells.
+    """Return the `Experiment.run` of such cells.
 
     On a CPU as many cells as there are cores are trained at once, with a thread each, which for small models does more
     than all threads on one; on a GPU one at a time.
@@ -101,7 +103,7 @@ def runner(kind: Trainable) -> Callable[[Sequence[Cell], Setup], CellOutcomes]:
 def train_cell(
     kind: Trainable, config: CellConfig, folder: Path, data: Path | None, device: str, report: Report
 ) -> tuple[dict[str, Any], float]:
-    """Train and score one cell, or go on with it: its metrics, and the seconds it took over all stretches."""
+    """Train and score one cell, or resume it; return its metrics and the seconds of all its parts."""
     here = local_settings(device, config)
     task, training = kind.build(config, data)
     reset_peak_and_compiler(device)
@@ -118,6 +120,9 @@ def train_cell(
     metrics = measurements(records, task.score)
     start = time.perf_counter()
     if diverged is None:
+        # A GPU would otherwise keep the training's memory while the evaluation asks for its own.
+        if device.startswith("cuda"):
+            torch.cuda.empty_cache()
         metrics |= kind.score(config, folder, data, device)
     else:
         metrics |= {"diverged_at": diverged}
@@ -126,7 +131,7 @@ def train_cell(
 
 
 def measurements(records: Sequence[Mapping[str, Any]], score: Score) -> dict[str, Any]:
-    """What the log of any run says; `curve`, best and last are of what its `score` names."""
+    """Return what the log of a run says; `curve`, best and last are of what `score` names."""
     valid = [[r["step"], r[score.name]] for r in records if r["kind"] == "valid"]
     train = [r for r in records if r["kind"] == "train"]
     # The log writes what is not a number as text.
@@ -145,7 +150,7 @@ def measurements(records: Sequence[Mapping[str, Any]], score: Score) -> dict[str
 
 
 def local_settings(device: str, config: CellConfig) -> dict[str, Any]:
-    """Where and how the loop runs here, and what the cell's settings say of it; fields that change no result."""
+    """Return the fields of the training that change no result: how it runs here, and what the cell's settings say."""
     kind, _, number = device.partition(":")
     if number not in ("", "0"):
         raise BadInput(f"models are trained on the first GPU, not on {device}; set CUDA_VISIBLE_DEVICES={number}")
@@ -155,21 +160,36 @@ def local_settings(device: str, config: CellConfig) -> dict[str, Any]:
 
 
 def check_settings(fields: Fields, settings: Mapping[str, Any]) -> None:
-    """A ValueError for settings of cells that are none, or that have an option of their own."""
+    """Raise a ValueError for settings that do not exist or that have an option of their own."""
     for name in settings:
         fields.check(name)
         if name in OWN_OPTIONS:
             raise ValueError(f"{name} is not for --set: it follows from {OWN_OPTIONS[name]}")
 
 
+def training_entries(training: TrainingConfig) -> dict[str, Any]:
+    """Return the entries of a cell's configuration about its training: all that can change its result."""
+    free = TrainingConfig.free() - {"eval_every"}
+    entries: dict[str, Any] = storable({n: value for n, value in training.describe().items() if n not in free})
+    return entries
+
+
+def kept(path: Path, measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a score from the file of an earlier, interrupted command, or measure it and keep it there."""
+    if not path.exists():
+        write_atomically(path, json.dumps(storable(measure())).encode())
+    score: dict[str, Any] = json.loads(path.read_text())
+    return score
+
+
 def training_of(config: CellConfig, **more: Any) -> TrainingConfig:
-    """The training of a cell, in whose configuration, as JSON has it, tuples are lists."""
+    """Return the training of a cell, whose configuration has lists for tuples, as JSON does."""
     values = {**config["training"], **more}
     return TrainingConfig(**{**values, "betas": tuple(values["betas"])})
 
 
 def reset_peak_and_compiler(device: str) -> None:
-    """Let this cell be as if it were the first: the peak of memory its own, and nothing compiled.
+    """Make a cell independent of those before it: reset the peak of memory, and forget what was compiled.
 
     `torch.compile` gives up on a function, without a word, after eight versions of it, and every model is another. The
     peak is that of the GPU, and on Linux that of the process.
@@ -204,7 +224,7 @@ class _Watch:
 
 
 def _folder(cell: Cell, setup: Setup) -> Path:
-    """Where the cell that is about to begin is trained: not on what an earlier command left, where that is forced."""
+    """Return the folder of a cell that is about to begin; with `force`, remove what an earlier command left."""
     folder = setup.folder / cell.slug
     if setup.force and folder.exists():
         shutil.rmtree(folder)
@@ -227,7 +247,7 @@ def _one_by_one(kind: Trainable, cells: Sequence[Cell], setup: Setup) -> CellOut
 
 
 def _in_processes(kind: Trainable, cells: Sequence[Cell], setup: Setup, jobs: int) -> CellOutcomes:
-    """`jobs` processes, each with its share of the cores; none outlives this generator."""
+    """Train in `jobs` processes, each with its share of the cores; none outlives this generator."""
     # A fork would inherit PyTorch's threads in whatever state they are.
     context = multiprocessing.get_context("spawn")
     threads = max(1, provenance.cores() // jobs)

@@ -66,7 +66,7 @@ class Store:
             raise BadInput(f"cannot write to {self.out}: {error.strerror}; choose another folder with --out") from None
 
     def assembled(self, name: str) -> Assembled | None:
-        """What `results.json` holds, None without one; BadInput when it is broken or of another version."""
+        """Read `results.json`, None without one; BadInput when it is broken or of another version."""
         path = self.folder(name) / "results.json"
         if not path.exists():
             return None
@@ -98,7 +98,7 @@ class Store:
         return Assembled(scale, records, content.get("given", {}), unreadable)
 
     def known(self, name: str) -> dict[str, Record]:
-        """Every readable cell stored under `name`, of any scale, by slug."""
+        """Return every readable cell stored under `name`, of any scale, by slug."""
         assembled = self.assembled(name)
         records = {record.slug: record for record in (assembled.records if assembled else [])}
         for path in sorted((self.folder(name) / "cells").glob("[!.]*.json")):
@@ -112,14 +112,14 @@ class Store:
         return {slug: record for name in names for slug, record in self.known(name).items()}
 
     def of(self, experiment: Experiment, scale: str, given: Mapping[str, Any] | None = None) -> list[Record]:
-        """The experiment's cells of that scale and with what was `given`, or of the first of its `groups`."""
+        """Return the experiment's cells of that scale with those inputs, or the first of its `groups`."""
         groups = self.groups(experiment, scale)
         if given is not None:
             groups = [group for group in groups if _given(group[0], experiment) == _key(given)]
         return groups[0] if groups else []
 
     def groups(self, experiment: Experiment, scale: str) -> list[list[Record]]:
-        """The experiment's cells of that scale in the order of its grid, a group for each thing that was `given`.
+        """Return the experiment's cells of that scale in the order of its grid, a group for each choice of inputs.
 
         The first is the one of `results.json` where that is of this scale, then those with the most cells.
         """
@@ -138,7 +138,7 @@ class Store:
         return [sorted(found[given], key=order) for given in ranked]
 
     def corpora(self) -> dict[str, Any]:
-        """The corpora that are known by their fingerprints; BadInput when the file is broken."""
+        """Read the corpora that are known by their fingerprints; BadInput when the file is broken."""
         path = self.out / "corpora.json"
         try:
             found: dict[str, Any] = _load(path) if path.exists() else {}
@@ -160,7 +160,7 @@ class Store:
         write_atomically(self.out / "corpora.json", (json.dumps(found, indent=1, sort_keys=True) + "\n").encode())
 
     def current(self, experiment: Experiment) -> tuple[str | None, list[Record]]:
-        """The scale and the records to show: the experiment's cells, or else what an older `results.json` kept."""
+        """Return the scale and the records to show: the experiment's cells, or else those of an old `results.json`."""
         name = experiment.name
         scale = self.scale(name)
         if scale is None or scale not in experiment.scales:
@@ -232,7 +232,7 @@ class Store:
         return None
 
     def scale(self, name: str) -> str | None:
-        """The scale that `results.json` holds, or else the largest that has cells."""
+        """Return the scale that `results.json` holds, or else the largest that has cells."""
         assembled = self.assembled(name)
         if assembled is not None and assembled.scale:
             return assembled.scale
@@ -255,7 +255,7 @@ class Store:
 
 
 def assembly(experiment: Experiment, scale: str, records: Sequence[Record]) -> str:
-    """The text of `results.json`, a line for each cell. The run it names at the top is the one most cells come from."""
+    """Return the text of `results.json`, a line for each cell; at its top, the run that most cells come from."""
     runs = Counter((r.commit, r.hardware, json.dumps(r.versions, sort_keys=True)) for r in records)
     commit, hardware, versions = runs.most_common(1)[0][0] if runs else ("", "", "{}")
     head: dict[str, Any] = {"format": FORMAT, "experiment": experiment.name, "scale": scale}
@@ -285,7 +285,7 @@ def _record(entry: Any) -> Record:
 
 
 def _completed(record: Record, paper: Any, corpora: Mapping[str, Any]) -> Record:
-    """The record with the paper's values of today, and with what it was scored on where only the corpus says it."""
+    """Return the record with the paper's current values, and with what it was scored on if only the corpus says it."""
     corpus = corpora.get(record.config.get("corpus", {}).get("fingerprint"))
     told = {"sets": corpus["sets"]} if corpus and not record.metrics.get("sets") else {}
     return _record({**_entry(record), "paper": paper, "metrics": {**record.metrics, **told}})

@@ -1,4 +1,4 @@
-"""Running the cells of an experiment that are not known yet, and keeping each as soon as it is done."""
+"""Running the cells of an experiment that have no result yet, and storing each as soon as it is done."""
 
 from __future__ import annotations
 

@@ -7,21 +7,25 @@ without averaging checkpoints [App. E].
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fastweights.common.files import write_atomically
 from fastweights.data.manifest import NUMBERS, layout, read_manifest, sets
 from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.prepare import prepare
-from fastweights.experiments.engine.corpora import name_with_warning
+from fastweights.experiments.engine.corpora import load_corpus, name_with_warning
 from fastweights.experiments.engine.experiment import BadInput, Inputs, Scale, UserInput, storable
-from fastweights.experiments.engine.runner import Trainable, check_settings, runner, stored, training_of
+from fastweights.experiments.engine.runner import (
+    Trainable,
+    check_settings,
+    kept,
+    runner,
+    stored,
+    training_entries,
+    training_of,
+)
 from fastweights.inference.translate import translate
 from fastweights.models.translation_config import POSITIONS, TranslationModelConfig, idle_fields
 from fastweights.training.engine.config import TrainingConfig
@@ -33,7 +37,7 @@ INPUTS = ("corpus", "set")
 SPLITS = ("valid", "test")
 STORED = stored({"pieces": int}, {"valid?": {"bleu": float}, "test?": {"bleu": float}, "samples?": [(str, str, str)]})
 SAMPLES = 3
-"""So many translations are kept, for the eye: of the test set, or without one of the validation set."""
+"""Translations that are kept to be read: of the test set, or without one of the validation set."""
 
 REMEDY = "`fastweights data wmt14 --out data/wmt14` (or `data parallel --source DIR`), then --data data/wmt14"
 
@@ -52,7 +56,7 @@ class TranslationColumn:
     multiple: int = 1
 
     def choice(self, d_key: int) -> dict[str, Any]:
-        """The hyper-parameter that gives this d_dot, as Table 6 has it."""
+        """Return the hyper-parameter that gives this d_dot, as in Table 6."""
         d_dot = self.multiple * d_key
         return {"performer": {"features": d_dot // 2}, "dpfp": {"nu": self.multiple // 2}}.get(self.attention, {})
 
@@ -76,7 +80,7 @@ class TranslationScale:
         presets: of `models.translation_presets`, by d_model.
         settings: fields of `training.translation.plan_translation` that differ from the preset's.
         beam, length_penalty: of the search that is scored.
-        sentences: only so many of each split are scored, for a run that shows nothing but that everything works.
+        sentences: the most that are scored of each split, for a run that only shows that everything works.
     """
 
     presets: Mapping[int, str]
@@ -87,7 +91,7 @@ class TranslationScale:
 
 
 def make_inputs(scale: str, given: UserInput) -> Inputs:
-    """`Experiment.make_inputs`: number words at scales smoke and small, and the user's sentence pairs at the others."""
+    """Make the inputs of a scale: number words at smoke and small, and the user's sentence pairs at the others."""
     if scale in ("smoke", "small"):
         if given.data:
             raise BadInput(f"--data is for scales paper and code; scale {scale} learns to translate number words")
@@ -112,7 +116,7 @@ def _folder_of(scale: str, folders: Sequence[Path]) -> Path:
 
 
 def identify(folder: Path) -> dict[str, Any]:
-    """The corpus as it stands in a cell's configuration: which pairs they are, wherever they lie."""
+    """Return the corpus as it stands in a cell's configuration: which pairs they are, wherever they are stored."""
     corpus = ParallelCorpus.load(folder)
     names = {"numbers": "number words"}
     name = names.get(corpus.manifest["kind"], corpus.manifest["name"])
@@ -126,7 +130,7 @@ def identify(folder: Path) -> dict[str, Any]:
 
 
 def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
-    """`Experiment.configure`: everything in full, so that no default is left to change."""
+    """Return the `Experiment.configure` of the table, in full, so that no default can change it."""
 
     def configure(
         scale: str, model: str, size: int, seed: int, corpus: Mapping[str, Any], set: Mapping[str, Any]
@@ -140,8 +144,7 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
         shared = {"preset": at.presets[size], "attention": row.attention, **at.settings, "seed": seed, **set}
         d_key = plan_translation(corpus["pieces"], **shared).model.d_head
         found = plan_translation(corpus["pieces"], **{**row.choice(d_key), **shared})
-        settled = TrainingConfig.free() - {"eval_every"}
-        training = {name: value for name, value in found.training.describe().items() if name not in settled}
+        training = training_entries(found.training)
         return {
             "scale": scale,
             "model": model,
@@ -154,7 +157,7 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
             "d_dot": found.model.d_dot(row.attention),
             "network": storable(found.model.to_dict()),
             "batches": storable(found.task),
-            "training": storable(training),
+            "training": training,
             "decoding": {"beam": at.beam, "length_penalty": at.length_penalty, "sentences": at.sentences},
         }
 
@@ -162,7 +165,7 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
 
 
 def _check_used(model: str, settings: Mapping[str, Any]) -> None:
-    """A ValueError for a setting that this model has no use for, with the models that have one."""
+    """Raise a ValueError for a setting that this model does not use, with the models that do."""
 
     def idle(row: TranslationColumn) -> dict[str, str]:
         return idle_fields(*(settings.get(position, row.attention) for position in POSITIONS))
@@ -175,38 +178,26 @@ def _check_used(model: str, settings: Mapping[str, Any]) -> None:
 
 
 def build(config: Mapping[str, Any], data: Path | None) -> tuple[TranslationTask, TrainingConfig]:
-    """The task and the training of a cell."""
-    model, corpus = TranslationModelConfig.from_dict(config["network"]), corpus_of(config, data)
+    """Return the task and the training of a cell."""
+    model, corpus = TranslationModelConfig.from_dict(config["network"]), load_corpus(ParallelCorpus, config, data)
     settings = training_of(config, log_every=min(100, max(1, config["steps"] // 50)))
     return TranslationTask(model, corpus, seed=config["seed"], **config["batches"]), settings
 
 
-def corpus_of(config: Mapping[str, Any], data: Path | None) -> ParallelCorpus:
-    """The pairs of a cell, which must be those it is named after."""
-    assert data is not None
-    corpus = ParallelCorpus.load(data)
-    if corpus.fingerprint != config["corpus"]["fingerprint"]:
-        raise BadInput(f"the corpus in {data} was changed while it was being used")
-    return corpus
-
-
 def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: str) -> dict[str, Any]:
-    """BLEU of the best checkpoint on valid, and on test where there is one. Each is kept as soon as it is known."""
-    # A GPU would otherwise keep the training's memory while the evaluation asks for its own.
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()
+    """Measure BLEU of the best checkpoint on the validation set, and on the test set where there is one."""
     model, checkpoint = TranslationRun.open(folder).load("best", device)
-    corpus = corpus_of(config, data)
+    corpus = load_corpus(ParallelCorpus, config, data)
     keep_vocabulary(folder, corpus.tokenizer)
     found: dict[str, Any] = {"parameters": model.n_parameters, "best_step": checkpoint.step}
     found["sets"] = sets(corpus.manifest)
     samples: list[Any] = []
     for split in (split for split in SPLITS if split in corpus.splits):
-        path = folder / "eval" / f"{split}-table1.json"
-        if not path.exists():
-            result = storable(_translate(model, corpus, split, config["decoding"], device))
-            write_atomically(path, json.dumps(result).encode())
-        found[split] = json.loads(path.read_text())
+
+        def measure(split: str = split) -> dict[str, Any]:
+            return _translate(model, corpus, split, config["decoding"], device)
+
+        found[split] = kept(folder / "eval" / f"{split}-table1.json", measure)
         samples = found[split].pop("samples")
     return {**found, "samples": samples}
 

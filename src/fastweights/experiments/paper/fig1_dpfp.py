@@ -7,24 +7,12 @@ the surfaces are matched to the equations whatever their order.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from fastweights.experiments.engine.experiment import (
-    NOT_RUN,
-    Cell,
-    CellOutcome,
-    CellOutcomes,
-    Claim,
-    Experiment,
-    Plot,
-    Results,
-    Scale,
-    Setup,
-)
+from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Experiment, Plot, Results, Scale, run_each
 from fastweights.experiments.engine.shape import Shape
 from fastweights.feature_maps import feature_map
 
@@ -51,18 +39,12 @@ def configure(scale: str, model: str, size: int, seed: int) -> Mapping[str, Any]
     return {"scale": scale, "model": model, "rule": "none", "size": size, "seed": seed, "d_key": 2, "nu": 1}
 
 
-def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
-    for cell in cells:
-        start = time.perf_counter()
-        metrics = measure(cell.config["size"], cell.config["nu"])
-        yield cell, CellOutcome(metrics, time.perf_counter() - start)
-
-
-def measure(points: int, nu: int) -> dict[str, Any]:
-    """phi on a grid of points x points over [-1, 1]²: its surfaces, zeros, overlaps, and distance to the equations."""
+def measure(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Evaluate phi on a grid over [-1, 1]²: its surfaces, zeros, overlaps, and distance to the equations."""
+    points = config["size"]
     axis = torch.linspace(-1, 1, points, dtype=torch.float64)
     plane = torch.cartesian_prod(axis, axis)
-    phi = feature_map("dpfp", d_key=2, nu=nu)(plane)
+    phi = feature_map("dpfp", d_key=config["d_key"], nu=config["nu"])(plane)
     quadrant = (plane[:, 0] > 0).long() + 2 * (plane[:, 1] > 0).long()
     products = phi @ phi.mT
     apart = quadrant[:, None] != quadrant[None, :]
@@ -114,7 +96,7 @@ EXPERIMENT = Experiment(
     models={MODEL: "DPFP-1"},
     scales=SCALES,
     configure=configure,
-    run=run,
+    run=run_each(measure),
     claims=claims,
     plot=Plot(kind="surfaces", x_label="$k_1$", y_label="$k_2$"),
     stored=STORED,

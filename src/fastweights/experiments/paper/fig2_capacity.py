@@ -69,7 +69,7 @@ def claims(results: Results) -> list[Claim]:
 
 
 def fails_at_its_limit(results: Results, model: str) -> Claim:
-    """The first S with a loss above FAILURE is where S passes d_dot, give or take a quarter."""
+    """Judge that the first S with a loss above FAILURE is where S passes d_dot, give or take a quarter."""
     label = retrieval.SETTING_1[model]
     text = f"{label} starts to fail where S passes its d_dot"
     paper = PAPER_ONSETS.get(model, f"as S approaches {PAPER_LIMITS[model]}")
@@ -116,7 +116,7 @@ def softmax_struggles(results: Results) -> Claim:
 
 
 def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Capacity in the paper, where d_key is 64; the text has no other number for a single cell."""
+    """Return the capacity in the paper, where d_key is 64; the text has no other number for a single cell."""
     limit = PAPER_LIMITS.get(config["model"])
     return None if limit is None else {"capacity": limit}
 

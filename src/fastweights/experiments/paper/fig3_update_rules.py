@@ -52,7 +52,7 @@ def solves(results: Results) -> Claim:
 
 
 def stays_near(results: Results, model: str, level: float) -> Claim:
-    """Within a factor NEAR of a level that can only be read off the figure's log axis."""
+    """Judge that a loss is within a factor NEAR of a level that can only be read off the figure's log axis."""
     text, paper = f"The sum rule stays near {level}", f"near {level}"
     sizes = results.sizes(model)
     if not sizes:

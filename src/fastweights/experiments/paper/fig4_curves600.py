@@ -56,7 +56,7 @@ def beyond_capacity_all_fail(results: Results) -> Claim:
     if not runs:
         return not_run(text, paper)
     losses = {record.config["model"]: results.mean(record.config["model"], record.config["size"]) for record in runs}
-    solved = [f"{model} {show(loss)}" for model, loss in losses.items() if loss <= FAILURE]
+    solved = [f"{retrieval.SETTING_1[model]} {show(loss)}" for model, loss in losses.items() if loss <= FAILURE]
     ours = f"not {', '.join(solved)}" if solved else f"all {len(losses)} fail"
     return Claim(text, ours, paper, not solved)
 

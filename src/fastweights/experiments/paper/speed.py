@@ -114,7 +114,7 @@ def configure(scale: str, model: str, size: int, seed: int, set: Mapping[str, An
 
 
 def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
-    """One after the other whatever `jobs` says: they would slow each other down."""
+    """Measure one after the other whatever `jobs` says: they would slow each other down."""
     # What libraries hold once they are in use belongs to none of the models.
     measure({**cells[0].config, "stretches": 1, "updates": 1}, setup.device)
     for cell in cells:
@@ -125,7 +125,7 @@ def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
 
 
 def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Speed and memory of the updates of one model; the first ones, which build and tune kernels, do not count."""
+    """Measure speed and memory of one model's updates; the first ones, which build kernels, do not count."""
     _release()
     reset_peak_and_compiler(device)
     before = _held(device)
@@ -156,7 +156,7 @@ def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 
 def _text(words: int, length: int) -> Corpus:
-    """A text of words drawn by Zipf's law, the frequent ones first; nobody asks for their names."""
+    """Return a text of words drawn by Zipf's law, the frequent ones first; they have no names."""
     generator = torch.Generator().manual_seed(1)
     weights = 1.0 / (torch.arange(words, dtype=torch.float64) + 2.7)
     edges = (weights / weights.sum()).cumsum(0)
@@ -166,7 +166,7 @@ def _text(words: int, length: int) -> Corpus:
 
 
 def _release() -> None:
-    """Give the memory of the model before back to the system, where the C library can be asked to."""
+    """Return the memory of the previous model to the system, where the C library can."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if hasattr(ctypes, "CDLL") else None
     if trim is not None:

@@ -12,6 +12,7 @@ trains "base" on any sentence pairs; the page and every cell say which they were
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Experiment, Plot, Record, Results, Scale, Table
@@ -66,6 +67,16 @@ SMALL = TranslationScale(presets={64: "tiny"}, settings={"eval_every": 200, "ble
 FULL = TranslationScale(
     presets={1024: "big", 512: "base"}, settings={"precision": "bf16-mixed", "bleu_sentences": 3000}
 )
+PAPER_SCALE = Scale(
+    sizes=(1024,),
+    options={"translation": FULL},
+    cost="weeks on one GPU; --sizes 512 is the smaller `base`",
+    note="Only cells trained on WMT14 with D = 1024 can be compared with the paper's BLEU; what the models learned "
+    "from is said in the table. φ is in all three attentions, with the sum rule and attention normalisation. "
+    "Ours, where the paper says nothing: a rate of 5e-4, bfloat16 products, the checkpoint with the best BLEU by "
+    "greedy search, and beam 4 with a length penalty of 0.6 after Wu et al. The Performer's features are drawn "
+    "anew for each batch, but only once in a training of less than a tenth of the preset's updates.",
+)
 SCALES = {
     "smoke": Scale(
         sizes=(16,),
@@ -83,22 +94,10 @@ SCALES = {
         "number is right or wrong, models that have learned the task end near 100, and their order says more about how "
         "fast they learn than about how well they translate.",
     ),
-    "code": Scale(
-        sizes=(1024,),
-        options={"translation": FULL},
-        cost="weeks on one GPU",
-        note="The authors' translation code was never released: as scale paper.",
+    "code": replace(
+        PAPER_SCALE, cost="weeks on one GPU", note="The authors' translation code was never released: as scale paper."
     ),
-    "paper": Scale(
-        sizes=(1024,),
-        options={"translation": FULL},
-        cost="weeks on one GPU; --sizes 512 is the smaller `base`",
-        note="Only cells trained on WMT14 with D = 1024 can be compared with the paper's BLEU; what the models learned "
-        "from is said in the table. φ is in all three attentions, with the sum rule and attention normalisation. "
-        "Ours, where the paper says nothing: a rate of 5e-4, bfloat16 products, the checkpoint with the best BLEU by "
-        "greedy search, and beam 4 with a length penalty of 0.6 after Wu et al. The Performer's features are drawn "
-        "anew for each batch, but only once in a training of less than a tenth of the preset's updates.",
-    ),
+    "paper": PAPER_SCALE,
 }
 STATEMENT = (
     "The Performer is as good as the basic Transformer when the number of samples m is large enough. Our DPFP model "
@@ -108,7 +107,7 @@ STATEMENT = (
 
 
 def bleu(record: Record, split: str) -> float | None:
-    """BLEU of a cell; 0 where its training diverged, None where there is no such split."""
+    """Return the BLEU of a cell; 0 where its training diverged, None where there is no such split."""
     if "diverged_at" in record.metrics:
         return 0.0
     found = record.metrics.get(split)
@@ -116,7 +115,7 @@ def bleu(record: Record, split: str) -> float | None:
 
 
 def mean_bleu(results: Results, model: str) -> dict[str, float]:
-    """Mean over the seeds on each split, of the largest size that was run with every model that was run."""
+    """Return the mean over the seeds on each split, at the largest size that all models were run at."""
     records = results.of(model, _size(results))
     found = {split: [bleu(record, split) for record in records] for split in SPLITS}
     complete = {split: [v for v in values if v is not None] for split, values in found.items()}
@@ -138,7 +137,7 @@ def _paper(*models: str) -> str:
 
 
 def _higher(results: Results, model: str, other: str, text: str, margin: float = 0.0) -> Claim:
-    """`model` has at least the BLEU of `other` less `margin` on every split; strictly more where there is none."""
+    """Judge that `model` has at least the BLEU of `other` less `margin` on every split; more without a margin."""
     ours, theirs = mean_bleu(results, model), mean_bleu(results, other)
     shared = [split for split in SPLITS if split in ours and split in theirs]
     if not shared:
@@ -150,7 +149,7 @@ def _higher(results: Results, model: str, other: str, text: str, margin: float =
 
 
 def _ahead(lead: float, by: float, at_least: bool) -> bool | None:
-    """Whether a lead in BLEU is one, or `at_least` no lag; None where it is less than `by` either way."""
+    """Return whether a model leads, or with `at_least` does not lag; None where it is less than `by` either way."""
     if lead > by or lead < -by:
         return lead > 0
     return None if by else at_least
@@ -161,7 +160,7 @@ def _close(results: Results) -> float:
 
 
 def _all(claims: Sequence[Claim], text: str) -> Claim:
-    """Every one of these; undecided while one is, unless another fails."""
+    """Judge all of these together; undecided while one is, unless another fails."""
     ran = [claim for claim in claims if claim.ours != NOT_RUN]
     paper = "; ".join(claim.paper for claim in claims)
     if not ran:
@@ -190,7 +189,7 @@ def claims(results: Results) -> list[Claim]:
 
 
 def _best(results: Results) -> Claim:
-    """Nothing beats softmax on the test set. In the paper's validation set the largest Performer is 0.1 ahead."""
+    """Judge the test set alone: on the paper's validation set the largest Performer is 0.1 ahead of softmax."""
     text, paper = "No model has a higher test BLEU than the standard Transformer", "27.7, shared with the Performer"
     tests = {model: mean_bleu(results, model).get("test") for model in MODELS}
     ours = tests.pop("softmax")
@@ -206,7 +205,7 @@ def _best(results: Results) -> Claim:
 
 
 def table(results: Results) -> Table:
-    """A row for each model and size, with what it learned from, and for number words whether it learned them."""
+    """Return a row for each model and size, with its corpus, and for number words whether it learned them."""
     names = {record.config["corpus"]["name"] for record in results.records}
     numbers = any(name.startswith("number words") for name in names)
     header = ("model", "D", "d_dot", "pairs", "validation", "test", "paper, validation", "paper, test", "parameters")
@@ -229,12 +228,12 @@ def _learned(value: float | None) -> str:
 
 
 def configure_as_paper(scale: str, model: str, size: int, seed: int, **given: Any) -> Mapping[str, Any]:
-    """The cell of the paper, which has one size."""
+    """Return the cell of the paper, which has one size."""
     return configure(SCALES)(scale, model, SIZE, seed, **given)
 
 
 def paper(config: Mapping[str, Any]) -> dict[str, float]:
-    """The paper's BLEU on WMT14 with D = 1024, whatever this cell learned from."""
+    """Return the paper's BLEU on WMT14 with D = 1024, whatever this cell learned from."""
     return dict(zip(SPLITS, PAPER[config["model"]], strict=True))
 
 

@@ -11,10 +11,7 @@ paper's "40 M parameters" are 44 M. Scale `code` also repeats that the first upd
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from fastweights.experiments.engine import language_tables, perplexity
+from fastweights.experiments.engine import language_tables
 from fastweights.experiments.engine.experiment import Claim, Results
 from fastweights.experiments.engine.perplexity import Pair, against, best_of, lower
 
@@ -37,18 +34,12 @@ PAPER: dict[int, dict[str, Pair]] = {
 LABELS = language_tables.labels(*PAPER[128])
 SCALES = language_tables.scales(
     tuple(PAPER),
-    {
-        "smoke": "2 s",
-        "small": "3 min on 2 cores",
-        "code": "12.3 G words each small model, 8.6 G each medium one",
-        "paper": "12.3 G words each small model, 8.6 G each medium one",
-    },
+    ("2 s", "3 min on 2 cores", "12.3 G words each small model, 8.6 G each medium one"),
 )
 STATEMENT = "In both configurations, our update rule provides convincing improvements over the sum update rule."
 
 
 def claims(results: Results) -> list[Claim]:
-    rivals = [name for name in LABELS if name != "transformer"]
     texts = {
         ("delta", "linear"): "ELU + 1: the delta rule has a lower perplexity than the sum rule",
         ("performer-delta", "performer"): "Performer: the delta rule has a lower perplexity than the sum rule",
@@ -56,14 +47,9 @@ def claims(results: Results) -> list[Claim]:
     return [
         *(lower(results, *pair, text, against(PAPER, *pair)) for pair, text in texts.items()),
         best_of(
-            results, "transformer", rivals, "The Transformer has the lowest perplexity", "33.0 / 34.1; 27.9 / 29.6"
+            results, "transformer", LABELS, "The Transformer has the lowest perplexity", "33.0 / 34.1; 27.9 / 29.6"
         ),
     ]
-
-
-def paper(config: Mapping[str, Any]) -> dict[str, float] | None:
-    pair = PAPER.get(config["size"], {}).get(config["model"])
-    return perplexity.entry(pair)
 
 
 EXPERIMENT = language_tables.experiment(
@@ -74,6 +60,5 @@ EXPERIMENT = language_tables.experiment(
     models=LABELS,
     scales=SCALES,
     claims=claims,
-    paper=paper,
-    table=perplexity.table(LABELS, PAPER),
+    numbers=PAPER,
 )

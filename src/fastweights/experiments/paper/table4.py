@@ -1,6 +1,7 @@
 """Table 4: without truncating context [Sec. 6.3].
 
-The state of each segment goes on in the next, in training without gradient, and evaluation reads the text in one go.
+The state of each segment is carried into the next, in training without gradient, and evaluation reads the text in one
+go.
 The Delta Network has neither positions nor attention normalisation. One Transformer-XL is trained and evaluated with
 several memories; its state is (memory + segment) x 2 D numbers a layer (the product in App. F is a misprint). The rows
 with limited context are those of Tables 2 and 3 that the text compares with.
@@ -47,21 +48,16 @@ LABELS = {
 }
 SCALES = language_tables.scales(
     (256,),
-    {
-        "smoke": "3 s",
-        "small": "3 min on 2 cores",
-        "code": "8.6 G words each model, Transformer-XL 4.3 G",
-        "paper": "8.6 G words each model, Transformer-XL 4.3 G",
-    },
+    ("3 s", "3 min on 2 cores", "8.6 G words each model, Transformer-XL 4.3 G"),
     small_note="Carried context is read in 32 rows side by side, and the memories of Transformer-XL are 7, 16, 32 and "
     "64 words, the first with as many numbers as the fast weights. So little training and text is not expected to "
     "break the sum rule, which takes long sums, nor to teach the Delta Network what a memory of a few words lacks.",
 )
 BREAKS = 2.0
-"""A model that was at least so many times better with limited context has broken down."""
+"""A model whose perplexity is at least this many times that with limited context has broken down."""
 
 FRACTION = 2.0
-"""At least so many times the state is needed for the other to count as a fraction."""
+"""A state is a fraction of another that is at least this many times as large."""
 
 STATEMENT = (
     "The Delta Net yields a slight improvement over the best model with a limited context window, unlike the baseline "
@@ -133,7 +129,7 @@ def xl_needs_more(results: Results) -> Claim:
 
 
 def _means(results: Results, *models: str) -> tuple[Pair, ...] | None:
-    """The perplexities of those models at the one size of the table, None where one is missing."""
+    """Return the perplexities of those models at the one size of the table, None where one is missing."""
     sizes = results.sizes()
     found = [mean(results, model, sizes[0]) for model in models] if sizes else []
     present = tuple(pair for pair in found if pair is not None)
@@ -141,7 +137,7 @@ def _means(results: Results, *models: str) -> tuple[Pair, ...] | None:
 
 
 def _delta_and_xl(results: Results) -> tuple[tuple[int, Pair] | None, list[tuple[int, Pair]]]:
-    """State size and perplexities of the Delta Network, and of Transformer-XL with each memory, by the first seed."""
+    """Return state size and perplexities of the Delta Network, and of Transformer-XL with each memory."""
     delta = next((_state(record.metrics) for record in results.of("delta-carried")), None)
     xl: list[dict[str, Any]] = next((record.metrics.get("evaluations", []) for record in results.of("xl")), [])
     return delta, sorted(state for found in xl if (state := _state(found)))
@@ -168,7 +164,7 @@ def table(results: Results) -> Table:
 
 
 def _theirs(model: str, number: int, size: int) -> tuple[str, str]:
-    """The paper's numbers; those of Transformer-XL by the order of its memories."""
+    """Return the paper's numbers; those of Transformer-XL by the order of its memories."""
     if model != "xl":
         return beside_ours(SHOWN.get(model), size, 256)
     memory, pair = list(PAPER_XL.items())[number] if number < len(PAPER_XL) else (0, None)

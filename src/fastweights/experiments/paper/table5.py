@@ -7,10 +7,8 @@ heads: each head has 32, fewer than the 256 words of a segment, so each is still
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from fastweights.experiments.engine import language_tables, perplexity
+from fastweights.experiments.engine import language_tables
 from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Results
 from fastweights.experiments.engine.perplexity import Pair, against, lower, margin, mean, ppl
 
@@ -24,12 +22,7 @@ PAPER: dict[str, Pair] = {
 LABELS = language_tables.labels(*PAPER)
 SCALES = language_tables.scales(
     (128,),
-    {
-        "smoke": "2 s",
-        "small": "2 min on 2 cores",
-        "code": "12.3 G words each model",
-        "paper": "12.3 G words each model",
-    },
+    ("2 s", "2 min on 2 cores", "12.3 G words each model"),
 )
 STATEMENT = (
     "Our update rule improves both variants of linear attention over the sum update-rule baselines even in this "
@@ -73,11 +66,6 @@ def larger_improvement(results: Results) -> Claim:
     return Claim(text, f"by {shown[0]} against {shown[1]}", paper, None if undecided else min(differences) > 0)
 
 
-def paper(config: Mapping[str, Any]) -> dict[str, float] | None:
-    pair = PAPER.get(config["model"]) if config["size"] == 128 else None
-    return perplexity.entry(pair)
-
-
 EXPERIMENT = language_tables.experiment(
     name="table5",
     title="Larger feature maps in language models",
@@ -86,6 +74,5 @@ EXPERIMENT = language_tables.experiment(
     models=LABELS,
     scales=SCALES,
     claims=claims,
-    paper=paper,
-    table=perplexity.table(LABELS, {128: PAPER}),
+    numbers={128: PAPER},
 )

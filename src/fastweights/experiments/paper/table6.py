@@ -6,25 +6,12 @@ and counts the entries of what comes out. A size is the d_dot that the paper giv
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from fastweights.experiments.engine.experiment import (
-    NOT_RUN,
-    Cell,
-    CellOutcome,
-    CellOutcomes,
-    Claim,
-    Experiment,
-    Plot,
-    Results,
-    Scale,
-    Setup,
-    Table,
-)
+from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Experiment, Plot, Results, Scale, Table, run_each
 from fastweights.feature_maps import feature_map
 
 D_KEY = 64
@@ -47,14 +34,8 @@ def configure(scale: str, model: str, size: int, seed: int) -> Mapping[str, Any]
     return {**entries, "d_key": D_KEY, name: PAPER[model][size]}
 
 
-def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
-    for cell in cells:
-        start = time.perf_counter()
-        yield cell, CellOutcome(measure(cell.config), time.perf_counter() - start)
-
-
 def measure(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameter, and the number of entries of a key mapped with it."""
+    """Return the hyper-parameter, and the number of entries of a key mapped with it."""
     kind, name = MAPS[config["model"]]
     mapped = feature_map(kind, d_key=config["d_key"], **{name: config[name]})(torch.ones(1, config["d_key"]))
     return {"value": config[name], "d_dot": mapped.shape[-1]}
@@ -78,7 +59,7 @@ def _claim(results: Results, model: str) -> Claim:
 
 
 def table(results: Results) -> Table:
-    """The paper's table: d_dot in the header, hyper-parameters below; where ours gives another size, that too."""
+    """Return the paper's table: d_dot in the header, hyper-parameters below, and our size where it differs."""
     rows = []
     for model, label in LABELS.items():
         found = {record.config["size"]: record.metrics for record in results.of(model)}
@@ -101,7 +82,7 @@ EXPERIMENT = Experiment(
     models=LABELS,
     scales=SCALES,
     configure=configure,
-    run=run,
+    run=run_each(measure),
     claims=claims,
     plot=Plot(kind="conversion", x_label="$d_{dot}$, counted", y_label="hyper-parameter", log_y=True),
     table=table,
