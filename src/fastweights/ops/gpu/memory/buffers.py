@@ -64,11 +64,11 @@ class Buffers:
         self.nothing = torch.empty(1, dtype=wide, device=device)
 
     def kept(self, keep: bool) -> tuple[Buffer, Buffer, Buffer]:
-        """States before chunks, inverses of chunks and errors of tokens, empty where they are not kept."""
+        """Return buffers for chunks' first states and inverses and tokens' errors, empty where they are not kept."""
         states, inverses, errors = self._kept[keep]
         return states, inverses, errors
 
     def dgates(self, empty: bool) -> Gates:
-        """Gradients of the gates; tensors without entries where nobody writes them."""
+        """Make the gradients of the gates, without entries where nobody writes them."""
         a, e, w = (None if buffer is None else buffer() for buffer in (self._no_dgates if empty else self._dgates))
         return a, e, w

@@ -28,7 +28,7 @@ def forward(
     config: Variant,
     features: Features = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """y, the final W, with `keep` each chunk's state and inverse and each token's error; the groups' transitions."""
+    """Return y, the final W, with `keep` chunks' states and inverses and tokens' errors, and groups' transitions."""
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     length = group_length(q.shape[1], cu_seqlens, config)
     how = (dtype, wide, tied, config, features)
@@ -76,7 +76,7 @@ def backward(
     config: Variant,
     features: Features = PLAIN,
 ) -> Gradients:
-    """Gradients of q, k, v, the gates and, if it is wanted, the initial W."""
+    """Return the gradients of q, k, v, the gates and, if it is wanted, the initial W."""
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     length = group_length(q.shape[1], cu_seqlens, config)
     how = (dy.dtype, wide, tied, config, features)
@@ -104,19 +104,19 @@ def backward(
 
 
 def _bounds(B: int, T: int, length: int, device: torch.device) -> Tensor:
-    """Where groups of `length` tokens begin and end, with all sequences in a row."""
+    """Return where groups of `length` tokens begin and end, with all sequences in a row."""
     groups = -(-T // length)
     n = torch.arange(B * groups + 1, device=device, dtype=torch.int32)
     return n // groups * T + n % groups * length
 
 
 def _one_of_each(B: int, states: Tensor, group: int) -> Tensor:
-    """The states of one group of each sequence."""
+    """Return the states of one group of each sequence."""
     return states.unflatten(0, (B, -1))[:, group].clone(memory_format=torch.contiguous_format)
 
 
 def _scan(B: int, transitions: Tensor, changes: Tensor, initial: Tensor | None, back: bool) -> Tensor:
-    """The state before each group, or with `back` the gradient of the state after it."""
+    """Compute the state before each group, or with `back` the gradient of the state after it."""
     groups, H, D, M = changes.shape
     states = torch.empty_like(changes)
     block, wide, device = min(16, power_of_two(M)), changes.dtype, changes.device

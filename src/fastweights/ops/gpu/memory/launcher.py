@@ -100,7 +100,7 @@ class Launch:
 
     @property
     def known(self) -> bool:
-        """Whether the kernel was compiled in this process, for this shape or another."""
+        """Say whether the kernel was compiled in this process, for this shape or another."""
         return self.key in _compiled
 
     def compile(self) -> Any:

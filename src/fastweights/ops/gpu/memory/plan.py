@@ -43,13 +43,13 @@ TYPES = {
 
 
 def map_options(features: Features, R: int) -> dict[str, Any]:
-    """The options that say what is done to keys, queries and gates of a head of size R before the memory sees them."""
+    """Return the options for what is done to keys, queries and gates of size R before the memory sees them."""
     how = {"map": features.map, "sum": features.sum, "logits": features.logits}
     return {"R": R, "D": features.size(R), **how}
 
 
 def _recurrent_kernel(back: bool) -> Any:
-    """Imported for those that need it: what Gluon is may change with any version of Triton."""
+    """Import the kernel where it is needed: what Gluon is may change with any version of Triton."""
     from fastweights.ops.gpu.memory.kernels import recurrent_backward, recurrent_forward
 
     return recurrent_backward.walk_tokens_backward if back else recurrent_forward.walk_tokens_forward
@@ -126,7 +126,7 @@ class Plan:
         read: bool = True,
         inverses: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """y, the final W, and where they are kept the states before each chunk, the chunks' inverses and the errors.
+        """Return y, the final W and, where they are kept, the chunks' first states and inverses and the tokens' errors.
 
         Without `read`, y is the values. Inverses that are known already may be given.
         """
@@ -158,7 +158,7 @@ class Plan:
         cu_seqlens: Tensor | None,
         wants_state: bool,
     ) -> Gradients:
-        """Gradients of q, k, v, the gates and, if it is wanted, W."""
+        """Return the gradients of q, k, v, the gates and, if it is wanted, W."""
         if self.device.index is not None and self.device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
                 return self.backward(inputs, dy, dW_end, states, inverses, errors, cu_seqlens, wants_state)
@@ -176,7 +176,7 @@ class Plan:
         wants_state: bool,
         only_state: bool = False,
     ) -> tuple[Gradients, Left | None]:
-        """Start the walk back: the gradients, and what is left for `finish`, which does not take dW_end.
+        """Start the walk back; return the gradients, and what is left for `finish`, which does not take dW_end.
 
         `only_state` leaves all gradients but that of W undone.
         """
@@ -202,7 +202,7 @@ class Plan:
         return gradients, (chunks, (*given, packed, states, errors, dy), (dgates, dstates, dright))
 
     def finish(self, gradients: Gradients, left: Left | None) -> Gradients:
-        """The gradients when everything is started."""
+        """Start what is left and return the gradients."""
         if left is None:
             return gradients
         chunks, before, after = left
@@ -211,7 +211,7 @@ class Plan:
         return dq, dk, *gradients[2:]
 
     def compile_ahead(self, back: bool) -> None:
-        """Before the first call, compile all that it will run side by side, with `back` what a backward pass will, too.
+        """Compile all that the first call will run side by side, with `back` what its backward pass will, too.
 
         What fails shall fail where it is run.
         """
@@ -224,7 +224,7 @@ class Plan:
                 side_by_side(lambda: [launch.compile() for launch in self.launches(back)])
 
     def launches(self, back: bool) -> list[Launch]:
-        """All that a forward pass launches, and with `back` a backward pass with contiguous dy."""
+        """Return all that a forward pass launches, and with `back` a backward pass with contiguous dy."""
         passes = (True, False) if self.options.grouped else (True,)
         launches = [self.invert, *(self.walks[read] for read in passes)]
         if back:
@@ -237,12 +237,12 @@ class Plan:
     def _launch(
         self, kernel: Any, grid: int, dtypes: Dtypes, strides: tuple[int, ...], options: Options, pace: tuple[int, int]
     ) -> Launch:
-        """`pace` is (warps, stages). Walks take three integers, launches over chunks two."""
+        """Return a launch with (warps, stages) as its `pace`. Walks take three integers, launches over chunks two."""
         integers = 2 if kernel is invert_chunks or kernel is chunk_gradients else 3
         return Launch(kernel, grid, dtypes, integers, (strides, options), *pace, self.device)
 
     def _invert(self) -> Launch:
-        """The launch for the inverses of all chunks."""
+        """Return the launch for the inverses of all chunks."""
         data, _, _, kept = self.dtypes
         a, e, _ = self.gate_dtypes
         unit, strides = self.layout.in_units()
@@ -254,7 +254,7 @@ class Plan:
         return self._launch(invert_chunks, grid, dtypes, (*strides[2:4], *strides[6:]), options, (warps, 1))
 
     def _over_chunks(self) -> Options:
-        """Options of the launches over chunks: groups are none of their business, and they take D in tiles."""
+        """Return the options of launches over chunks: they do not see groups, and take D in tiles."""
         options, variant = self.options, self.variant
         tile = options.block_D if options.map != "none" else 16
         if isinstance(variant, SplitWalk):
@@ -262,7 +262,7 @@ class Plan:
         return replace(options, packed=self.packed, grouped=False, block_D=tile)
 
     def _in_walks(self, unit: int, warps: int, stages: int, **more: Any) -> Options:
-        """Options of both walks."""
+        """Return the options of a walk."""
         variant = self.variant
         if isinstance(variant, RecurrentWalk):
             more |= {"lanes": variant.lanes, "warps": warps, "stages": stages}
@@ -272,7 +272,7 @@ class Plan:
         return replace(self.options, unit=unit, **more)
 
     def _columns(self, whole: bool = False) -> tuple[int, int]:
-        """Values that a program of a walk takes, and how many programs there are for all of them."""
+        """Return how many values a program of a walk takes, and how many programs there are."""
         M, variant = self.options.M, self.variant
         block = power_of_two(M)
         if isinstance(variant, ChunkedWalk) and not whole:
@@ -280,7 +280,7 @@ class Plan:
         return block, self.columns * -(-M // block)
 
     def _walk(self, read: bool) -> Launch:
-        """The forward walk."""
+        """Return the launch of the forward walk."""
         data, out, wide, kept = self.dtypes
         pace = (self.variant.forward_warps, self.variant.forward_stages)
         unit, strides = self.layout.in_units()
@@ -292,7 +292,7 @@ class Plan:
         return self._launch(kernel, programs, dtypes, strides, options, pace)
 
     def _back(self, dy: Tensor, only_state: bool) -> tuple[Tensor, Launch, Launch | None]:
-        """dy as kernels can read it, the walk back, and the launch for what is left by it, if any."""
+        """Return dy as kernels can read it, the walk back, and the launch for what that leaves, if any."""
         key = (dy.stride(), dy.dtype, only_state)
         if key not in self.backs:
             if (aligned := addressable(dy, self.layout.reach)) is not dy:
@@ -303,6 +303,7 @@ class Plan:
         return dy, *self.backs[key]
 
     def _walk_back(self, dy: Tensor, only_state: bool) -> Launch:
+        """Return the launch of the walk back."""
         data, _, wide, kept = self.dtypes
         pace = (self.variant.backward_warps, self.variant.backward_stages)
         unit, strides = self.layout.in_units(dy)
@@ -316,7 +317,7 @@ class Plan:
         return self._launch(kernel, programs, (*given, *gradients), strides, options, pace)
 
     def _chunk_gradients(self, dy: Tensor) -> Launch | None:
-        """The launch for the gradients of all chunks, where the walk back leaves them."""
+        """Return the launch for the gradients of all chunks, where the walk back leaves them."""
         variant = self.variant
         if not isinstance(variant, SplitWalk):
             return None
@@ -354,7 +355,7 @@ def plan(
     features: Features,
     grouped: bool = False,
 ) -> Plan:
-    """The plan for these shapes, strides and dtypes."""
+    """Return the plan for these shapes, strides and dtypes."""
     a, e, w = gates
     shapes = (q.shape, q.stride(), k.stride(), v.shape, v.stride(), kind_of(a), kind_of(e), kind_of(w))
     key = (*shapes, N, kind_of(cu_seqlens), q.dtype, q.device, dtype, wide, tied, variant, features, grouped)

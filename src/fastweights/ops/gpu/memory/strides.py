@@ -30,7 +30,7 @@ class Layout:
         return inputs if self.as_given else addressable_inputs(inputs, self.reach)
 
     def in_units(self, dy: Tensor | None = None) -> tuple[int, tuple[int, ...]]:
-        """The unit, and the token and head strides of q, k, v and dy in it, then those of the gates."""
+        """Return the unit, and the token and head strides of q, k, v and dy in it, then those of the gates."""
         strides = self._strides if dy is None else (*self._strides, *strides_of(dy))
         if any(stride % _UNIT for stride in strides):
             return 1, (*strides, *self.gates)
@@ -38,7 +38,7 @@ class Layout:
 
 
 def common_strides(gates: Gates, axis: int = 1, reach: int = REACH) -> tuple[Gates, tuple[int, int]]:
-    """The gates with strides that they all have, and those strides, of `axis` (tokens, or 0 for batches) and heads."""
+    """Return the gates with strides in common, and those strides, of `axis` (tokens, or 0 for batches) and heads."""
     present = [gate for gate in gates if gate is not None]
     if not present:
         return gates, (1, 1)
@@ -52,30 +52,32 @@ def common_strides(gates: Gates, axis: int = 1, reach: int = REACH) -> tuple[Gat
 
 
 def _in_line(x: Tensor, reach: int) -> bool:
-    """Whether tokens (B, T, H, ...) follow each other from batch to batch; `reach` of them and all heads in 32 bits."""
+    """Say whether tokens (B, T, H, ...) follow each other across batches, `reach` of them and all heads in 32 bits."""
     batch, token, head = x.stride(0), _token_stride(x), x.stride(2)
     follow = x.shape[0] == 1 or batch == x.shape[1] * token
     return follow and token >= 0 and token * reach < 2**31 and head >= 0 and head * x.shape[2] < 2**31
 
 
 def _token_stride(x: Tensor) -> int:
-    """From a token (B, T, H, ...) to the next, which is in the next batch where each has one: torch lets a dimension of
-    size 1 have any stride."""
+    """Return the stride from a token (B, T, H, ...) to the next, which is in the next batch where each has one.
+
+    Torch lets a dimension of size 1 have any stride.
+    """
     return x.stride(0 if x.shape[1] == 1 else 1)
 
 
 def addressable(x: Tensor, reach: int = REACH) -> Tensor:
-    """x (B, T, H, ·) with adjacent features, batches that follow each other in time, and `reach` tokens in 32 bits."""
+    """Return x (B, T, H, ·) with adjacent features, batches one after the other, and `reach` tokens in 32 bits."""
     return x if x.stride(3) == 1 and _in_line(x, reach) else x.contiguous()
 
 
 def addressable_inputs(inputs: Inputs, reach: int = REACH) -> Inputs:
-    """The inputs with strides that the kernels can take."""
+    """Return the inputs with strides that the kernels can take."""
     q, k, v, a, e, w = inputs
     gates = common_strides((a, e, w), reach=reach)[0]
     return addressable(q, reach), addressable(k, reach), addressable(v, reach), *gates
 
 
 def strides_of(*tensors: Tensor) -> tuple[int, ...]:
-    """Of each of the tensors (B, T, H, ·), from token to token and from head to head."""
+    """Return the token and head strides of each of the tensors (B, T, H, ·)."""
     return tuple(stride for x in tensors for stride in (_token_stride(x), x.stride(2)))

@@ -267,7 +267,7 @@ _MAPPED = {32: (16, 1, 2), 64: (32, 2, 4), 128: (16, 4, 8), 256: (16, 8, 8)}
 
 
 def _mapped(row: FusedWalk | SplitWalk, D: int, M: int) -> FusedWalk | SplitWalk:
-    """The row for keys that come mapped, as it is where D of them are mapped on chip."""
+    """Return a row for keys that come mapped as it is where D of them are mapped on chip."""
     # Products of three parts are much code for selecting entries.
     gather = row.precision != HALF
     if isinstance(row, FusedWalk):
@@ -283,12 +283,12 @@ def _mapped(row: FusedWalk | SplitWalk, D: int, M: int) -> FusedWalk | SplitWalk
 
 
 def may_go_by_token(decay: bool, H: int, D: int, M: int) -> bool:
-    """Whether there are recurrent walks for such a rule and heads."""
+    """Say whether there are recurrent walks for such a rule and heads."""
     return not decay and H * max(D, M) <= WIDEST
 
 
 def plain_rows() -> Iterator[tuple[torch.dtype, int, int, Variant]]:
-    """Every row for keys that come mapped, with the dtype and the largest D and M it is for."""
+    """Yield every row for keys that come mapped, with the dtype and the largest D and M it is for."""
     for table in (TABLE, RECURRENT_ROWS):
         for dtype, rows in table.items():
             for (D, M), row in rows.items():
@@ -296,7 +296,7 @@ def plain_rows() -> Iterator[tuple[torch.dtype, int, int, Variant]]:
 
 
 def holds_features(D: int, M: int) -> bool:
-    """Whether phi of D features can be computed inside the kernels, beside values of size M."""
+    """Say whether phi of D features can be computed inside the kernels, beside values of size M."""
     return next((values for features, values in LARGEST_M_MAPPED.items() if features >= D), 0) >= M
 
 
@@ -339,12 +339,12 @@ def configuration(
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that holds n and fills a matrix product."""
+    """Return the least power of two that holds n and fills a matrix product."""
     return max(16, 1 << (n - 1).bit_length())
 
 
 def group_length(T: int, cu_seqlens: Tensor | None, variant: Variant) -> int:
-    """Tokens in a group, a multiple of the chunk; 0 where groups would not pay, or sequences are packed."""
+    """Return the tokens in a group, a multiple of the chunk; 0 where groups would not pay, or sequences are packed."""
     if cu_seqlens is not None or not isinstance(variant, ChunkedWalk) or variant.groups == 0:
         return 0
     length = max(-(-T // (variant.groups * variant.chunk)), LEAST_CHUNKS) * variant.chunk
@@ -354,9 +354,9 @@ def group_length(T: int, cu_seqlens: Tensor | None, variant: Variant) -> int:
 def kept_shapes(
     shape: tuple[int, ...], M: int, erase: bool, cu_seqlens: Tensor | None, keep: bool, variant: Variant
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the states before each chunk, of the chunks' inverses, one slot a chunk, and of the tokens' errors.
+    """Return the shapes of states before chunks and of inverses, one slot a chunk, and of the tokens' errors.
 
-    `shape` is (B, T, H, D) with the D of mapped keys. With packed sequences the number of chunks hangs on
+    `shape` is (B, T, H, D) with the D of mapped keys. With packed sequences the number of chunks depends on
     their lengths; the number of slots bounds it. What is not kept has no slots.
     """
     (B, T, H, D), C = shape, variant.chunk
@@ -367,11 +367,11 @@ def kept_shapes(
 
 
 def number_of_groups(T: int, cu_seqlens: Tensor | None, variant: Variant) -> int:
-    """Groups that a sequence is cut into; 0 for none."""
+    """Return how many groups a sequence is cut into; 0 for none."""
     length = group_length(T, cu_seqlens, variant)
     return -(-T // length) if length else 0
 
 
 def operand_dtype(data: torch.dtype, state: torch.dtype, variant: Variant) -> torch.dtype:
-    """What products take and what is kept for backward is stored in: the dtype of the data, or that of the state."""
+    """Return the dtype of operands and of what is kept for backward: that of the data, or that of the state."""
     return data if variant.precision == HALF else state

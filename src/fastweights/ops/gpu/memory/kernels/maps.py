@@ -26,7 +26,7 @@ def below(x):
 
 
 @triton.jit
-def places(j, SECOND: tl.constexpr, R: tl.constexpr):
+def factor_position(j, SECOND: tl.constexpr, R: tl.constexpr):
     """Where in r = [x, -x] a factor of feature j stands: at p = j mod 2R, or i = j // 2R + 1 before that."""
     p = j % (2 * R)
     if SECOND:
@@ -35,11 +35,11 @@ def places(j, SECOND: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def picks(SECOND: tl.constexpr, AXIS: tl.constexpr, o: tl.constexpr):
+def selection(SECOND: tl.constexpr, AXIS: tl.constexpr, o: tl.constexpr):
     """Which raw entry, and with which sign, a factor of each feature is: (R, D), transposed for AXIS 0."""
     j = tl.expand_dims(tl.arange(0, o.block_D), 1 - AXIS)
     x = tl.expand_dims(tl.arange(0, o.block_R), AXIS)
-    p = places(j, SECOND, o.R)
+    p = factor_position(j, SECOND, o.R)
     sign = tl.where(p == x, 1.0, 0.0) - tl.where(p == x + o.R, 1.0, 0.0)
     return tl.where((j < o.D) & (x < o.R), sign, 0.0).to(o.operand)
 
@@ -61,12 +61,12 @@ def factor(x, raw, rows, left, stride, SECOND: tl.constexpr, AXIS: tl.constexpr,
     if o.gather:
         j = tl.expand_dims(tl.arange(0, o.block_D), 1 - AXIS)
         token = tl.expand_dims(rows, AXIS)
-        p = places(j, SECOND, o.R)
+        p = factor_position(j, SECOND, o.R)
         entry = tl.load(x + token * stride + p % o.R, (token < left) & (j < o.D), 0.0).to(o.acc)
         result = rectified(tl.where(p < o.R, entry, -entry))
     else:
-        selection = picks(SECOND, AXIS, o)
-        result = rectified(dot(raw, selection, o) if AXIS == 1 else dot(selection, raw, o))
+        chosen = selection(SECOND, AXIS, o)
+        result = rectified(dot(raw, chosen, o) if AXIS == 1 else dot(chosen, raw, o))
     return result
 
 
@@ -137,8 +137,8 @@ def raw_gradient(dphi, scale, x, raw, rows, left, stride, AXIS: tl.constexpr, KN
             other = factor(x, raw, rows, left, stride, True, AXIS, o)
             d_one = tl.where(one > 0, dx * other, 0.0)
             d_other = tl.where(other > 0, dx * one, 0.0)
-            first = picks(False, 1 - AXIS, o)
-            second = picks(True, 1 - AXIS, o)
+            first = selection(False, 1 - AXIS, o)
+            second = selection(True, 1 - AXIS, o)
             if AXIS == 1:
                 dx = dot(d_one, first, o) + dot(d_other, second, o)
             else:
@@ -163,10 +163,10 @@ def gate_slope(x, rows, left, stride, o: tl.constexpr):
 def vector_features(x, j, o: tl.constexpr):
     """phi of one token, as a vector over features j."""
     if o.map == "dpfp":
-        p = places(j, False, o.R)
+        p = factor_position(j, False, o.R)
         one = tl.load(x + p % o.R, j < o.D, 0.0).to(o.acc)
         one = rectified(tl.where(p < o.R, one, -one))
-        p = places(j, True, o.R)
+        p = factor_position(j, True, o.R)
         other = tl.load(x + p % o.R, j < o.D, 0.0).to(o.acc)
         phi = one * rectified(tl.where(p < o.R, other, -other))
     else:

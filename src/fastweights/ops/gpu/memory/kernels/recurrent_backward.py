@@ -12,7 +12,7 @@ from fastweights.ops.gpu.memory.kernels.tiles import leading_digits, sequence
 
 
 @constexpr_function
-def turned_rows(WIDTH):
+def skewed_rows(WIDTH):
     """Rows of a tile in shared memory, turned by four entries from row to row: columns are read at once, too."""
     return gl.SwizzledSharedLayout(4, max(32 // WIDTH, 1), min(WIDTH // 4, 8), [1, 0])
 
@@ -165,7 +165,7 @@ def walk_tokens_backward(
     q_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_D], in_rows)
     k_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_D], in_rows)
     dy_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_M], in_rows)
-    W_tiles = gl.allocate_shared_memory(ACC, [STAGES, BLOCK_M, BLOCK_D], turned_rows(BLOCK_D))
+    W_tiles = gl.allocate_shared_memory(ACC, [STAGES, BLOCK_M, BLOCK_D], skewed_rows(BLOCK_D))
     if o.erase:
         error_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, BLOCK_M], in_rows)
         e_tiles = gl.allocate_shared_memory(ACC, [STAGES, C, 1], in_rows)
@@ -178,16 +178,16 @@ def walk_tokens_backward(
     own = gl.allocate_shared_memory(ACC, [C // 8, 4, 1], in_rows)
     du_tiles = gl.allocate_shared_memory(ACC, [C // 8, 8, BLOCK_M], in_rows)
     # Operands of products; a single token cannot be read where rows are turned.
-    by_features: tl.constexpr = turned_rows(BLOCK_D)
-    by_values: tl.constexpr = turned_rows(BLOCK_M)
+    by_features: tl.constexpr = skewed_rows(BLOCK_D)
+    by_values: tl.constexpr = skewed_rows(BLOCK_M)
     q_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_D], by_features)
     k_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_D], by_features)
     dW_tile = gl.allocate_shared_memory(ACC, [BLOCK_M, BLOCK_D], by_features)
     dy_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_M], by_values)
     u_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_M], by_values)
     drest_tile = gl.allocate_shared_memory(ACC, [C, BLOCK_M], by_values)
-    dscores_tile = gl.allocate_shared_memory(ACC, [C, C], turned_rows(C))
-    dkeys_tile = gl.allocate_shared_memory(ACC, [C, C], turned_rows(C))
+    dscores_tile = gl.allocate_shared_memory(ACC, [C, C], skewed_rows(C))
+    dkeys_tile = gl.allocate_shared_memory(ACC, [C, C], skewed_rows(C))
 
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
