@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from fastweights.common.files import remove_stale_temporaries, write_atomically
 from fastweights.training.engine.config import TrainingConfig
+from fastweights.training.runs.checkpoint import list_checkpoints
 
 FORMAT = 1
 _CONTENTS = ("config.json", "log.jsonl", "log.jsonl.damaged", "checkpoints", "tensorboard", "eval")
@@ -45,7 +46,7 @@ class RunFolder:
             self._move_away()
         if path.exists():
             self._compare(path, asked)
-        elif any((self.out / "checkpoints").glob("step-*")):
+        elif any(list_checkpoints(self.out / "checkpoints", kind) for kind in ("step", "best")):
             raise RunError(
                 f"{self.out} holds checkpoints without their {path.name}, so that nobody can tell whether they are of "
                 "this configuration; copy it back, choose another folder, or start anew (which moves them away)"
