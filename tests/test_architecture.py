@@ -28,8 +28,8 @@ ORDER = [
     "training",
     "experiments",
     "report",
-    "benchmarks",
     "commands",
+    "benchmarks",
     "cli",
     "__main__",
 ]

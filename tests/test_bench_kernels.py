@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+import typer
 from rich.console import Console
 
 from fastweights.benchmarks import kernel_checks, kernels, record
 from fastweights.benchmarks.first_call import first_calls
-from fastweights.benchmarks.kernel_rivals import RIVALS, SeparateProcess, rivals
+from fastweights.benchmarks.kernel_rivals import RIVALS, SeparateProcess, make_rivals
 from fastweights.commands import info
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.gpu.memory.kinds import Kind
@@ -27,7 +28,8 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a mach
 @without_gpu
 def test_it_says_why_there_is_nothing_to_measure(tmp_path, capsys):
     out = tmp_path / "kernels.json"
-    assert not kernels.run(out, quick=True, which=())
+    with pytest.raises(typer.Exit):
+        kernels.run(out, quick=True)
     assert f"nothing to measure: {BACKENDS['triton'].unavailable()}" in capsys.readouterr().out
     assert not out.exists()
 
@@ -48,7 +50,9 @@ def test_what_fails_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch, caps
     first = {"part": "first call", "name": "paper small", "checked": {"first_s": 1.5}}
     monkeypatch.setattr(kernels, "first_calls", lambda shapes, dtype: iter([first]))
     out = tmp_path / "kernels.json"
-    assert not kernels.run(out, quick=False, which=("sdpa",))
+    with pytest.raises(typer.Exit) as failed:
+        kernels.run(out, rivals="sdpa")
+    assert failed.value.exit_code == 1
     rows = json.loads(out.read_text())["rows"]
     parts = Counter(row["part"] for row in rows)
     assert parts == {"machine": 1, "graph": 2, "first call": 1, "shape": 10, "features": 12, "layer": 4, "decode": 2}
@@ -82,7 +86,7 @@ def test_the_table_shows_what_failed_and_what_did_not():
 
 def test_rivals_are_those_that_can_take_the_shape():
     def names(shape, dtype):
-        return [name for name, _ in rivals(shape, dtype, RIVALS)]
+        return [name for name, _ in make_rivals(shape, dtype, RIVALS)]
 
     assert names((1, 4, 1, 8, 4), "float32") == ["fastweights", "chunked", "chunked, compiled"]
     assert names((1, 4, 1, 8, 4), "bfloat16") == ["fastweights", "chunked", "chunked, compiled", "sdpa"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fastweights.benchmarks.kernel_rivals import DTYPES, Shape, inputs, memory
+from fastweights.benchmarks.kernel_rivals import DTYPES, Shape, delta_rule, inputs
 from fastweights.benchmarks.timing import in_one_line
 from fastweights.ops.gpu.self_check import ENVIRONMENT
 
@@ -92,7 +92,7 @@ def _call(dtype: str, shape: Shape) -> None:
     for _ in range(2):
         start = time.perf_counter()
         # Of a number, as in training: the gradient of a tensor imports PyTorch's symbolic shapes first.
-        torch.autograd.grad((memory("triton", *leaves) * dy).sum(), leaves)
+        torch.autograd.grad((delta_rule("triton", *leaves) * dy).sum(), leaves)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     print(json.dumps({"first_s": seconds[0], "second_s": seconds[1]}))

@@ -36,12 +36,14 @@ def inputs(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Te
     return q.to(dtype), k.to(dtype), v.to(dtype), beta
 
 
-def memory(backend: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """Call the library with that backend."""
+def delta_rule(backend: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """Run the delta rule with that backend of the library."""
     return fw.fast_weight_memory(q, k, v, beta=beta, backend=backend)[0]
 
 
-def rivals(shape: Shape, dtype: str, which: tuple[str, ...]) -> Iterator[tuple[str, Callable[[], tuple[Forward, Any]]]]:
+def make_rivals(
+    shape: Shape, dtype: str, which: tuple[str, ...]
+) -> Iterator[tuple[str, Callable[[], tuple[Forward, Any]]]]:
     """Yield the name of each rival that takes the shape, and a function that makes its forward pass and leaves."""
     _, T, _, D, M = shape
 
@@ -53,12 +55,12 @@ def rivals(shape: Shape, dtype: str, which: tuple[str, ...]) -> Iterator[tuple[s
 
         return make
 
-    yield "fastweights", on(lambda *x: memory("triton", *x))
+    yield "fastweights", on(partial(delta_rule, "triton"))
     if "chunked" in which:
-        yield "chunked", on(lambda *x: memory("chunked", *x))
+        yield "chunked", on(partial(delta_rule, "chunked"))
         if T < 2048:
             # Compiled it takes as long to compile as there are chunks.
-            yield "chunked, compiled", lambda: on(_compiled(lambda *x: memory("chunked", *x)))()
+            yield "chunked, compiled", lambda: on(_compiled(lambda *x: delta_rule("chunked", *x)))()
     if "sdpa" in which and dtype != "float32":
         yield "sdpa", lambda: _attention(shape, DTYPES[dtype])
     # fla reads past its arrays where D and M differ.
@@ -100,7 +102,7 @@ def _attention(shape: Shape, dtype: torch.dtype) -> tuple[Forward, Any]:
 def measure_rival(shape: Shape, dtype: str, name: str, budget_ms: float) -> dict[str, Any]:
     """Time the rival of that name: what a separate process is asked for."""
     try:
-        return measure(dict(rivals(shape, dtype, RIVALS))[name], budget_ms)
+        return measure(dict(make_rivals(shape, dtype, RIVALS))[name], budget_ms)
     finally:
         torch.cuda.empty_cache()
 

@@ -11,10 +11,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -26,16 +26,18 @@ from fastweights.benchmarks.kernel_rivals import (
     SEED,
     SeparateProcess,
     Shape,
+    delta_rule,
     has_fla,
     inputs,
+    make_rivals,
     measure_rival,
-    memory,
-    rivals,
 )
-from fastweights.benchmarks.record import Record
-from fastweights.benchmarks.timing import bandwidth, failure_noted, measure, relative_errors
+from fastweights.benchmarks.record import Out, Record
+from fastweights.benchmarks.timing import bandwidth, failure_noted, measure
+from fastweights.commands.options import AsJson
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.features import Features
+from fastweights.ops.gpu.self_check import relative_errors
 
 SHAPES: dict[str, Shape] = {  # B, T, H, D, M
     "paper small": (96, 256, 8, 16, 16),
@@ -61,11 +63,10 @@ def check(shape: Shape, dtype: torch.dtype, backend: str) -> dict[str, float]:
 
     def everything(backend: str, wide: bool) -> list[Tensor]:
         leaves = [(x.double() if wide else x).detach().requires_grad_() for x in tensors]
-        y = memory(backend, *leaves)
+        y = delta_rule(backend, *leaves)
         return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
-    errors = relative_errors(everything(backend, False), everything("chunked", True))
-    return dict(zip(("y", "dq", "dk", "dv", "dbeta"), errors, strict=True))
+    return relative_errors(("y", "dq", "dk", "dv", "dbeta"), everything(backend, False), everything("chunked", True))
 
 
 def floor_ms(shape: Shape, dtype: torch.dtype, bytes_per_s: float) -> float:
@@ -93,7 +94,7 @@ def _case(
     with failure_noted(case):
         case["errors"] = check(shape, DTYPES[dtype], "triton")
         case["right"] = all(error <= LIMITS[dtype] for error in case["errors"].values())
-    for rival, make in rivals(shape, dtype, which):
+    for rival, make in make_rivals(shape, dtype, which):
         if rival.startswith("fla"):
             case["measured"][rival] = separate(measure_rival, shape, dtype, rival, budget_ms)
             continue
@@ -202,13 +203,20 @@ def _seconds(row: dict[str, Any]) -> str:
     )
 
 
-def run(out: Path | None, quick: bool, which: tuple[str, ...], as_json: bool = False) -> bool:
-    """Check and measure. False where a check failed."""
-    record = Record("kernels", "cuda", SEED, out, as_json)
+def run(
+    out: Out = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure two shapes only.")] = False,
+    rivals: Annotated[
+        str, typer.Option(help="Rivals, from sdpa, chunked and fla; fla first tunes itself for a minute.")
+    ] = "sdpa,chunked",
+    as_json: AsJson = False,
+) -> None:
+    """Check the GPU kernels against float64, then time them beside their rivals."""
+    record, which = Record("kernels", "cuda", SEED, out, as_json), tuple(rivals.split(","))
     console = record.console
     if reason := BACKENDS["triton"].unavailable():
         console.print(f"nothing to measure: {reason}")
-        return False
+        raise typer.Exit(1)
     bytes_per_s = bandwidth()
     record.add({"part": "machine", "bandwidth_bytes_per_s": bytes_per_s, **_more_versions()})
     separate = SeparateProcess()
@@ -233,4 +241,5 @@ def run(out: Path | None, quick: bool, which: tuple[str, ...], as_json: bool = F
     wrong = [row for row in record.rows if row.get("right") is False]
     found = (f"WRONG: {row['name']}: {row.get('failure') or row.get('errors') or row.get('error')}" for row in wrong)
     record.finish(_table(cases), *found)
-    return not wrong
+    if wrong:
+        raise typer.Exit(1)

@@ -13,15 +13,19 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+import typer
 from rich.table import Table
 from torch import Tensor, nn
 
-from fastweights.benchmarks.record import Record
+from fastweights.benchmarks.record import Out, Record
 from fastweights.benchmarks.timing import kernel_times
+from fastweights.commands.options import AsJson, chosen_names, input_errors, require
 from fastweights.common.tables import look_up
 from fastweights.data.text.corpus import Corpus, TokenStream
 from fastweights.data.text.vocabulary import WordVocabulary
@@ -92,6 +96,8 @@ ZIPF_BREAK, ZIPF_SHIFT = 13_000, 2.7
 AGREEMENT = 1e-2
 SEED = 1111
 
+Gpu = Annotated[str, typer.Option(help="cuda or cpu.")]
+
 
 def zipf(words: int, count: int) -> Tensor:
     """Draw `count` random words with about the frequencies of text."""
@@ -101,6 +107,7 @@ def zipf(words: int, count: int) -> Tensor:
     return torch.searchsorted((p / p.sum()).cumsum(0), draws).clamp(max=words - 1).int()
 
 
+@cache
 def random_corpus(size: str) -> Corpus:
     """Make a corpus of `zipf` words for a preset, long enough for every update of the benchmark."""
     recipe, words = RECIPES[size], PRESETS[size]().vocab_size
@@ -224,30 +231,47 @@ def case(
     return row
 
 
+@input_errors((ValueError, ImportError, OSError))
 def run(
-    out: Path | None,
-    sizes: Sequence[str],
-    models: Sequence[str],
-    ways: Sequence[str],
-    corpus: Path | None,
-    device: str,
-    steps: int,
-    compared: int,
-    as_json: bool = False,
-) -> bool:
-    """Compare and measure every model. False where something failed."""
-    for table, names, what in ((RECIPES, sizes, "size"), (MODELS, models, "model"), (WAYS, ways, "way of training")):
-        for name in names:
-            look_up(table, name, what)
+    out: Out = None,
+    sizes: Annotated[str, typer.Option(help=f"Sizes, from {', '.join(PRESETS)}.")] = "small",
+    models: Annotated[
+        str, typer.Option(help=f"Models, from {', '.join(MODELS)}.")
+    ] = "transformer,delta,linear,dpfp-delta,performer-delta",
+    ways: Annotated[
+        str, typer.Option(help=f"Ways of training, from {', '.join(WAYS)}; others are compared with the first.")
+    ] = "plain,fast",
+    corpus: Annotated[
+        Path | None, typer.Option(help="A prepared corpus.", show_default="random words, as frequent as in text")
+    ] = None,
+    device: Gpu = "cuda",
+    steps: Annotated[int, typer.Option(min=1, help="Updates in each of five timed blocks.")] = 20,
+    compared: Annotated[int, typer.Option(min=0, help="First losses to compare, without dropout.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Time the training of the paper's language models, plain and fast, and check that both learn the same."""
+    check_device(device, "bench lm", "--sizes tiny --ways torch,plain")
+    which = chosen_names(WAYS, ways, "way of training")
+    cases = product(chosen_names(RECIPES, sizes, "size"), chosen_names(MODELS, models, "model"))
     record = Record("lm", device, SEED, out, as_json)
     loaded = None if corpus is None else Corpus.load(corpus)
-    for size in sizes:
+    for size, model in cases:
         text = loaded or random_corpus(size)
-        for model in models:
-            record.console.print(f"{size} {model}, on {text.manifest['name']}", style="dim")
-            record.add(case(text, size, model, ways, device, steps, compared))
-    record.finish(_table(record.rows, ways))
-    return all(_right(row, ways) for row in record.rows)
+        record.console.print(f"{size} {model}, on {text.manifest['name']}", style="dim")
+        record.add(case(text, size, model, which, device, steps, compared))
+    record.finish(_table(record.rows, which))
+    if not all(_right(row, which) for row in record.rows):
+        raise typer.Exit(1)
+
+
+def check_device(device: str, command: str, options: str) -> None:
+    """Raise an error for a device or a package that training needs and that is not there."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(
+            f"{command} needs a CUDA device, and PyTorch finds none here; "
+            f"`fastweights {command} --device cpu {options}` measures on the CPU"
+        )
+    require("lightning")
 
 
 def _right(row: dict[str, Any], ways: Sequence[str]) -> bool:

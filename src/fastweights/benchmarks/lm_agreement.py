@@ -15,16 +15,18 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
 from fastweights.benchmarks import lm
-from fastweights.benchmarks.lm import AGREEMENT, MODELS, SEED, WAYS
-from fastweights.benchmarks.record import Record
+from fastweights.benchmarks.lm import AGREEMENT, MODELS, SEED, WAYS, Gpu
+from fastweights.benchmarks.record import Out, Record
+from fastweights.commands.options import AsJson, chosen_names, input_errors
 from fastweights.common.tables import look_up
 from fastweights.data.text.corpus import Corpus
-from fastweights.models.presets import RECIPES
+from fastweights.models.presets import PRESETS
 
 # The relative difference that perplexities may have.
 ENDING = 1e-2
@@ -53,37 +55,44 @@ def perplexities(
     return {"ways": trained, "largest_difference": off, "agree": all(x <= ENDING for x in off.values())}
 
 
+@input_errors((ValueError, ImportError, OSError))
 def run(
-    out: Path | None,
-    size: str,
-    model: str,
-    ways: Sequence[str],
-    folder: Path,
-    device: str,
-    losses: int,
-    steps: int,
-    changes: Mapping[str, Any],
-    as_json: bool = False,
-) -> bool:
-    """Compare first losses, then perplexities. False where the ways do not agree."""
-    look_up(RECIPES, size, "size")
+    corpus: Annotated[Path, typer.Option(help="A prepared corpus.")],
+    out: Out = None,
+    size: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "small",
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "delta",
+    ways: Annotated[
+        str, typer.Option(help=f"Ways of training, from {', '.join(WAYS)}; others should learn what the first learns.")
+    ] = "torch,fast",
+    device: Gpu = "cuda",
+    losses: Annotated[int, typer.Option(min=1, help="First losses to compare, without dropout.")] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Updates before perplexities are compared.")] = 2000,
+    batch: Annotated[int | None, typer.Option(min=1, help="Segments in a step.", show_default="the size's")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="the size's")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare fast training with plain training: the first losses, and perplexity after a short training."""
+    lm.check_device(device, "bench lm-agreement", "--size tiny --ways torch,plain")
+    look_up(PRESETS, size, "size")
     look_up(MODELS, model, "model")
-    for way in ways:
-        look_up(WAYS, way, "way of training")
-    if len(set(ways)) < 2:
-        raise ValueError(f"two ways of training can be compared, not {','.join(ways)}; they are {', '.join(WAYS)}")
-    record, corpus = Record("lm-agreement", device, SEED, out, as_json), Corpus.load(folder)
-    row: dict[str, Any] = {"size": size, "model": model, "data": corpus.manifest["name"], "changes": dict(changes)}
-    row |= {"ways": list(ways), "tolerance": {"losses": AGREEMENT, "perplexity": ENDING}, "agree": None}
-    where = (corpus, size, model, ways, device)
-    record.console.print(f"{size} {model}, on {corpus.manifest['name']}: the first {losses} losses", style="dim")
+    compared = chosen_names(WAYS, ways, "way of training")
+    if len(set(compared)) < 2:
+        raise ValueError(f"two ways of training can be compared, not {ways}; they are {', '.join(WAYS)}")
+    record, text = Record("lm-agreement", device, SEED, out, as_json), Corpus.load(corpus)
+    given = {"batch_size": batch, "lr": lr}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    row: dict[str, Any] = {"size": size, "model": model, "data": text.manifest["name"], "changes": changes}
+    row |= {"ways": compared, "tolerance": {"losses": AGREEMENT, "perplexity": ENDING}, "agree": None}
+    where = (text, size, model, compared, device)
+    record.console.print(f"{size} {model}, on {text.manifest['name']}: the first {losses} losses", style="dim")
     row["losses"] = {"count": losses, **lm.agreement(*where, losses, steps=losses, **changes)}
     record.add(row)
     record.console.print(f"validation perplexity after {steps} updates", style="dim")
     row["perplexity"] = {"steps": steps, **perplexities(*where, steps, **changes)}
     row["agree"] = row["losses"]["agree"] and row["perplexity"]["agree"]
     record.finish(_table(row))
-    return bool(row["agree"])
+    if not row["agree"]:
+        raise typer.Exit(1)
 
 
 def _table(row: Mapping[str, Any]) -> Table:

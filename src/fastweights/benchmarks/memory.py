@@ -9,8 +9,8 @@ import resource
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from rich.table import Table
 from torch import Tensor
 
 import fastweights as fw
-from fastweights.benchmarks.record import Record
+from fastweights.benchmarks.kernel_rivals import delta_rule
+from fastweights.benchmarks.record import Out, Record, Repeats
 from fastweights.benchmarks.timing import median_seconds
+from fastweights.commands.options import AsJson
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -38,9 +40,7 @@ def quadratic(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
 
 
 RIVALS: dict[str, Run] = {
-    "cpu": lambda q, k, v, beta: fw.fast_weight_memory(q, k, v, beta=beta, backend="cpu")[0],
-    "chunked": lambda q, k, v, beta: fw.fast_weight_memory(q, k, v, beta=beta, backend="chunked")[0],
-    "reference": lambda q, k, v, beta: fw.fast_weight_memory(q, k, v, beta=beta, backend="reference")[0],
+    **{name: partial(delta_rule, name) for name in ("cpu", "chunked", "reference")},
     "quadratic": quadratic,
 }
 
@@ -74,8 +74,8 @@ def measure(rival: str, shape: tuple[int, int, int, int], repeats: int, threads:
     return {"rival": rival, "shape": list(shape), **seconds, "peak_bytes": peak_bytes() - before}
 
 
-def run(out: Path | None, repeats: int, as_json: bool = False) -> None:
-    """Measure every rival at every shape."""
+def run(out: Out = None, repeats: Repeats = 5, as_json: AsJson = False) -> None:
+    """Compare the backends with each other and with the quadratic form on the CPU: time and peak memory."""
     record, threads = Record("memory", "cpu", SEED, out, as_json), torch.get_num_threads()
     cases = [(rival, shape) for shape in SHAPES for rival in RIVALS] + [("chunked", shape) for shape in GROWTH]
     for rival, shape in cases:
@@ -84,15 +84,8 @@ def run(out: Path | None, repeats: int, as_json: bool = False) -> None:
         few = repeats if rival == "chunked" else min(repeats, 2)
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             record.add(pool.submit(measure, rival, shape, few, threads).result())
-    table = Table(
-        "B, T, H, D",
-        "",
-        "forward ms",
-        "fwd + bwd ms",
-        "peak MiB",
-        "fwd + bwd over chunked",
-        title="delta rule, float32",
-    )
+    columns = ("B, T, H, D", "", "forward ms", "fwd + bwd ms", "peak MiB", "fwd + bwd over chunked")
+    table = Table(*columns, title="delta rule, float32")
     ours = {tuple(row["shape"]): row["forward_backward"] for row in record.rows if row["rival"] == "chunked"}
     for row in record.rows:
         row["ratio_to_chunked"] = row["forward_backward"] / ours[tuple(row["shape"])]

@@ -1,18 +1,22 @@
-"""What a benchmark leaves: its rows with what they were measured with, as a file, a table or JSON."""
+"""What benchmarks share: options, and the rows they leave with what they were measured with, as a file or JSON."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from fastweights.common.files import write_atomically
 from fastweights.common.provenance import commit, hardware, versions
+
+Out = Annotated[Path | None, typer.Option(help="Write the measurements to this JSON file.", show_default=False)]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed runs for each number; the median is reported.")]
 
 
 class Record:
@@ -21,7 +25,7 @@ class Record:
     `console` is for people: standard output, or stderr where standard output gets the record as JSON at the end.
     """
 
-    def __init__(self, benchmark: str, device: str, seed: int, out: Path | None, as_json: bool = False) -> None:
+    def __init__(self, benchmark: str, device: str, seed: int, out: Path | None, as_json: bool) -> None:
         self.benchmark, self.device, self.seed = benchmark, device, seed
         self.out, self.as_json = out, as_json
         self.console = Console(stderr=as_json)

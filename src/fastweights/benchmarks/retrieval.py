@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastweights.benchmarks.record import Record
+from fastweights.benchmarks.record import Out, Record, Repeats
+from fastweights.commands.options import AsJson
 from fastweights.data.synthetic import training_batches
 from fastweights.models.retrieval import RetrievalModel, half_squared_error
 from fastweights.models.retrieval_shortcuts import ShortcutRetrievalModel, pair
@@ -69,8 +69,8 @@ def measure(setting: int, name: str, size: int, repeats: int) -> list[dict[str, 
     return rows
 
 
-def run(out: Path | None, repeats: int, as_json: bool = False) -> None:
-    """Measure every cell."""
+def run(out: Out = None, repeats: Repeats = 7, as_json: AsJson = False) -> None:
+    """Time a training step of the retrieval experiments with each exact shortcut and without any."""
     record = Record("retrieval", "cpu", SEED, out, as_json)
     torch.set_num_threads(1)
     for setting, name, size in CELLS:

@@ -10,13 +10,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.table import Table
 
-from fastweights.benchmarks.record import Record
+from fastweights.benchmarks.record import Out, Record
+from fastweights.commands.options import AsJson, Device, chosen_names, input_errors, pick_device
 from fastweights.common.tables import look_up
 from fastweights.inference.stream import Stream
 from fastweights.models.language_model import LanguageModel
@@ -49,22 +50,31 @@ def _timed(stream: Stream, token: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
+@input_errors((ValueError, OSError))
 def run(
-    out: Path | None, size: str, models: Sequence[str], device: str, pasts: Sequence[int], as_json: bool = False
+    out: Out = None,
+    size: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "small",
+    models: Annotated[
+        str, typer.Option(help="Models, from the mixers of `train lm` that stream.")
+    ] = "delta,linear,dpfp,transformer",
+    device: Device = "auto",
+    pasts: Annotated[str, typer.Option(help="Tokens read before the timed ones.")] = "256,4096,65536",
+    as_json: AsJson = False,
 ) -> None:
-    """Measure every model after each past."""
+    """Time one more word after short and long texts, and count the bytes that are kept of them."""
+    device, lengths = pick_device(device), sorted(int(past) for past in pasts.split(","))
     look_up(PRESETS, size, "size")
-    for model in models:
-        look_up(MIXER_CHOICES, model, "model")
-    pasts = sorted(pasts)
-    if pasts[0] < 1 or any(after - before <= TIMED + 1 for before, after in pairwise(pasts)):
-        raise ValueError(f"pasts are of 1 token at least and more than {TIMED + 1} apart, which are timed; got {pasts}")
+    names = chosen_names(MIXER_CHOICES, models, "model")
+    if lengths[0] < 1 or any(after - before <= TIMED + 1 for before, after in pairwise(lengths)):
+        raise ValueError(
+            f"pasts are of 1 token at least and more than {TIMED + 1} apart, which are timed; got {lengths}"
+        )
     record = Record("stream", device, SEED, out, as_json)
-    for model in models:
+    for model in names:
         recorded = device != "cpu" and MIXER_CHOICES[model].mixer == "fast_weight"
         for graph in (False, True) if recorded else (False,):
             record.console.print(f"{size} {model}{', recorded' if graph else ''}", style="dim")
-            record.add(*case(size, model, device, pasts, graph))
+            record.add(*case(size, model, device, lengths, graph))
     table = Table("model", "", "tokens before", "ms a token", "state, bytes", title=f"{size}, one row")
     for row in record.rows:
         way = "CUDA graph" if row["graph"] else ""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fastweights.common.cuda_graph import capture_after_warmup
 
 Forward = Callable[[], Tensor]
 
@@ -48,7 +50,7 @@ def eager_and_graph(steps: dict[str, Callable[[], object]], budget_ms: float) ->
     for name, step in steps.items():
         result[f"{name}_eager_ms"] = median_ms(step, budget_ms)
         with failure_noted(result, f"{name}_graph_failure"):
-            result[f"{name}_graph_ms"] = median_ms(capture(step).replay, budget_ms)
+            result[f"{name}_graph_ms"] = median_ms(capture_after_warmup(step, torch.device("cuda")), budget_ms)
     return result
 
 
@@ -71,20 +73,6 @@ def _timed_each(step: Callable[[], object], count: int) -> list[float]:
         end.record()
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) for begin, end in events]
-
-
-def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Capture a step as a CUDA graph, after three runs on the stream to which autograd's nodes then belong."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        step()
-    return graph
 
 
 def kernel_times(step: Callable[[], object], count: int = 5, most: int = 40) -> list[dict[str, Any]]:
@@ -124,11 +112,6 @@ def median_seconds(function: Callable[[], object], repeats: int, device: str = "
 def _wait(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize(device)
-
-
-def relative_errors(found: Iterable[Tensor], exact: Iterable[Tensor]) -> list[float]:
-    """Return the norm of each difference over that of the exact tensor."""
-    return [((a.to(b.dtype) - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
 
 
 @contextmanager

@@ -15,14 +15,16 @@ Decoding is by steps of the model, a token for each sentence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.table import Table
 
-from fastweights.benchmarks.record import Record
+from fastweights.benchmarks.record import Out, Record, Repeats
 from fastweights.benchmarks.timing import median_seconds
+from fastweights.commands.options import AsJson, Device, input_errors, pick_device
+from fastweights.common.tables import look_up
 from fastweights.inference.translate import CapturedDecoder, refusal
 from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_presets import PRESETS, SUBWORDS
@@ -129,8 +131,19 @@ def measure(attention: str, length: int, preset: str, device: str, autocast: boo
     return row
 
 
-def run(out: Path | None, preset: str, device: str, precision: str, repeats: int, as_json: bool = False) -> None:
-    """Measure both at every length."""
+def run(
+    out: Out = None,
+    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "base",
+    device: Device = "auto",
+    precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    repeats: Repeats = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Time training and decoding of translation models with linear and softmax attention at three source lengths."""
+    with input_errors():
+        look_up(PRESETS, preset, "preset")
+        look_up(dict.fromkeys(("fp32", "bf16")), precision, "precision")
+        device = pick_device(device)
     record = Record("mt", device, SEED, out, as_json)
     about = {"preset": preset, "words": WORDS[preset], "precision": precision, "new_tokens": NEW}
     for length in LENGTHS:

@@ -94,6 +94,14 @@ def pick_device(name: str) -> str:
     return name
 
 
+def chosen_names(table: Mapping[str, Any], text: str, what: str) -> list[str]:
+    """Return the names of a list separated by commas, each of which must be in the table."""
+    names = text.split(",")
+    for name in names:
+        look_up(table, name, what)
+    return names
+
+
 def check_seed(seed: int, option: str = "--seed") -> None:
     """Raise a ValueError for a seed that random generators do not take."""
     if abs(seed) > LARGEST_SEED:
