@@ -13,7 +13,7 @@ from fastweights.data.registry import CORPORA
 from fastweights.data.synthetic import training_batches
 from fastweights.models.retrieval import half_squared_error
 from fastweights.models.translation_presets import PRESETS
-from fastweights.training.tasks.retrieval_cell import Cell, RetrievalConfig
+from fastweights.training.tasks.retrieval_cell import RetrievalCell, RetrievalConfig
 from tests.training.small_text import small_corpus
 
 
@@ -83,7 +83,7 @@ def test_the_memory_rivals_compute_the_same():
 
 @pytest.mark.parametrize(("setting", "model"), [(1, "dpfp-2"), (1, "linear"), (2, "dpfp-1-delta"), (2, "schlag2021")])
 def test_the_retrieval_forms_compute_the_same(setting, model):
-    cell = Cell(RetrievalConfig(setting=setting, model=model, size=9), dtype=torch.float64)
+    cell = RetrievalCell(RetrievalConfig(setting=setting, model=model, size=9), dtype=torch.float64)
     (batch,) = training_batches(setting, 9, 1, 3, torch.Generator().manual_seed(0))
     losses = [half_squared_error(read(cell.model, *batch[:3]), batch.targets) for read in retrieval.FORMS.values()]
     gradients = [torch.autograd.grad(loss, cell.parameters) for loss in losses]

@@ -4,7 +4,7 @@ import math
 from types import SimpleNamespace
 
 from fastweights.experiments.engine import retrieval
-from fastweights.experiments.engine.experiment import Record, Results
+from fastweights.experiments.engine.experiment import CellRecord, Results
 
 
 class Training:
@@ -59,7 +59,7 @@ def record(model, size, loss, *, seed=1, d_key=64, scale="paper", best=None, ste
         "curve": [[100, 0.5], [steps, value]],
     }
     config = {"scale": scale, "model": model, "rule": "sum", "size": size, "seed": seed, "d_key": d_key}
-    return Record(
+    return CellRecord(
         metrics=metrics, wall_s=2.0, config=config, paper=None, commit="abc", hardware="a CPU", versions={"torch": "2"}
     )
 

@@ -1,7 +1,7 @@
 """Results of the language-model tables, made up."""
 
 from fastweights.experiments import EXPERIMENTS
-from fastweights.experiments.engine.experiment import Record, Results
+from fastweights.experiments.engine.experiment import CellRecord, Results
 
 CORPORA = {
     "smoke": {"name": "Python's documentation", "words": 5693, "fingerprint": "a"},
@@ -21,7 +21,7 @@ def cells(name, scale="paper", **settings):
 
 
 def record(cell, metrics):
-    return Record(
+    return CellRecord(
         metrics=metrics,
         wall_s=1.0,
         config=cell.config,

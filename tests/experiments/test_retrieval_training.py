@@ -11,7 +11,7 @@ import torch
 from fastweights.models.retrieval import MODELS, RetrievalModel
 from fastweights.training.tasks import retrieval_cuda
 from fastweights.training.tasks.retrieval import train
-from fastweights.training.tasks.retrieval_cell import Cell, RetrievalConfig, RetrievalResult, train_cell
+from fastweights.training.tasks.retrieval_cell import RetrievalCell, RetrievalConfig, RetrievalResult, train_cell
 
 
 def config(model="dpfp-1", setting=1, size=10, **options):
@@ -79,7 +79,7 @@ def test_same_seed_same_result(setting, name):
 
 
 def test_data_and_weights_are_drawn_from_different_numbers():
-    cell = Cell(config())
+    cell = RetrievalCell(config())
     weights = cell.model.embedding.detach().flatten()
     drawn = torch.randn(weights.numel(), generator=cell.generator)
     assert not torch.isclose(weights, drawn).any(0)
@@ -140,14 +140,14 @@ def test_bad_jobs():
 def test_the_models_own_batch_and_rate():
     assert config("schlag2021", 2).training_batch == 128
     assert config("schlag2021", 2, batch=16).training_batch == 16
-    assert Cell(config("schlag2021", 2)).optimizer.param_groups[0]["lr"] == 1e-4
-    assert Cell(config("schlag2021", 2, lr=0.1)).optimizer.param_groups[0]["lr"] == 0.1
+    assert RetrievalCell(config("schlag2021", 2)).optimizer.param_groups[0]["lr"] == 1e-4
+    assert RetrievalCell(config("schlag2021", 2, lr=0.1)).optimizer.param_groups[0]["lr"] == 0.1
     assert {name: entry.batch for name, entry in MODELS[1].items()} == dict.fromkeys(MODELS[1], 32)
 
 
 def test_favor_is_evaluated_with_one_fixed_draw():
     for redraw, same in ((False, True), (True, False)):
-        cell = Cell(config("favor-64", redraw_at_eval=redraw))
+        cell = RetrievalCell(config("favor-64", redraw_at_eval=redraw))
         draws = []
         for _ in range(2):
             cell.steps(1)
@@ -181,7 +181,7 @@ def test_the_plain_model_learns_what_the_short_cuts_do(setting, name):
         for exact in (True, False)
     ]
     assert [loss for _, loss in curves[0]] == pytest.approx([loss for _, loss in curves[1]], rel=1e-3)
-    assert type(Cell(config(exact_shortcuts=False)).model) is RetrievalModel
+    assert type(RetrievalCell(config(exact_shortcuts=False)).model) is RetrievalModel
 
 
 class FakeCell:
@@ -276,7 +276,7 @@ def test_recorded_steps_are_the_eager_ones(setting, name):
     cell = config(name, setting, 12, eval_every=20, max_steps=40)
     torch.use_deterministic_algorithms(False)
     ((_, recorded),) = train([cell], device="cuda")
-    eager = Cell(cell, "cuda")
+    eager = RetrievalCell(cell, "cuda")
     losses = []
     for _ in range(2):
         for _ in range(20 // retrieval_cuda._block(cell)):

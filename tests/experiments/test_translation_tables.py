@@ -13,7 +13,7 @@ from fastweights.data.prepare import prepare
 from fastweights.experiments import EXPERIMENTS
 from fastweights.experiments.engine import translation_tables
 from fastweights.experiments.engine.departures import departures
-from fastweights.experiments.engine.experiment import BadInput, Record, Results, Selection, UserInput
+from fastweights.experiments.engine.experiment import BadInput, CellRecord, Results, Selection, UserInput
 from fastweights.experiments.engine.store import Store
 from fastweights.experiments.engine.sweep import sweep
 from fastweights.experiments.paper.table1 import PAPER
@@ -128,7 +128,9 @@ def record(model, valid, test, *, size=1024, seed=1, name="WMT14 en-de"):
         "last_bleu": valid,
     }
     rest = {"paper": None, "commit": "c", "hardware": "h", "versions": {}}
-    return Record({**metrics, **{k: v for k, v in scores.items() if v["bleu"] is not None}}, 1.0, config=config, **rest)
+    return CellRecord(
+        {**metrics, **{k: v for k, v in scores.items() if v["bleu"] is not None}}, 1.0, config=config, **rest
+    )
 
 
 def judged(scores):
@@ -293,7 +295,7 @@ def test_the_page_says_what_is_scored_and_what_is_not_the_papers(tmp_path):
 
     def page(name, **more):
         store = Store(tmp_path / name)
-        found = Record(
+        found = CellRecord(
             metrics={"valid": {"bleu": 6.0}, "test": {"bleu": 5.0}, "curve": [[1000, 4.0], [2000, 6.0]], **more},
             wall_s=2.0, config=cell.config, paper=None, commit="abc", hardware="a GPU", versions={},
         )  # fmt: skip
@@ -369,7 +371,7 @@ def test_claims_of_table_6():
     def records(wrong=0):
         rest = {"paper": None, "commit": "c", "hardware": "h", "versions": {}}
         return [
-            Record({**measure(cell.config), "d_dot": cell.config["size"] + wrong}, 0.1, config=cell.config, **rest)
+            CellRecord({**measure(cell.config), "d_dot": cell.config["size"] + wrong}, 0.1, config=cell.config, **rest)
             for cell in TABLE6.cells("small")
         ]
 

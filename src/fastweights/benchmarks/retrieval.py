@@ -20,7 +20,7 @@ from fastweights.commands.options import AsJson
 from fastweights.data.synthetic import training_batches
 from fastweights.models.retrieval import RetrievalModel, half_squared_error
 from fastweights.models.retrieval_shortcuts import ShortcutRetrievalModel, pair
-from fastweights.training.tasks.retrieval_cell import Cell, RetrievalConfig
+from fastweights.training.tasks.retrieval_cell import RetrievalCell, RetrievalConfig
 
 SEED = 1
 CELLS = [
@@ -54,7 +54,7 @@ def measure(setting: int, name: str, size: int, repeats: int) -> list[dict[str, 
     rows: list[dict[str, Any]] = []
     config = RetrievalConfig(setting=setting, model=name, size=size, seed=SEED)
     for form, read in FORMS.items():
-        cell = Cell(config)
+        cell = RetrievalCell(config)
         generator = torch.Generator().manual_seed(SEED)
         seconds = []
         for batch in training_batches(setting, size, repeats + 1, config.training_batch, generator):

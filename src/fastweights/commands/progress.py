@@ -11,7 +11,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from fastweights.experiments.engine.experiment import Cell, Experiment, Record
+from fastweights.experiments.engine.experiment import Cell, CellRecord, Experiment
 from fastweights.report.rows import format_loss, format_seconds
 
 _SHOWN = 6
@@ -78,7 +78,7 @@ class Display:
             planned = f" of {cell.config['steps']}" if "steps" in cell.config else ""
             self._say(f"{self._experiment} {name}: step {step}{planned}, loss {format_loss(loss)}")
 
-    def done(self, record: Record) -> None:
+    def done(self, record: CellRecord) -> None:
         self.finished += 1
         self._work_left -= record.config["size"]
         self._work_done += record.config["size"]

@@ -12,7 +12,7 @@ from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.prepare import prepare
 from fastweights.data.registry import CORPORA
 from fastweights.data.text.corpus import Corpus, TokenStream
-from fastweights.experiments.engine.experiment import BadInput, Inputs, UserInput
+from fastweights.experiments.engine.experiment import BadInput, CellInputs, UserInput
 
 SPLITS = ("valid", "test")
 Loaded = TypeVar("Loaded", Corpus, ParallelCorpus)
@@ -35,17 +35,17 @@ WIKITEXT103 = RequiredCorpus(name="WikiText-103", words=267_735, kind="wikitext1
 WIKITEXT2 = RequiredCorpus(name="WikiText-2", words=33_278, kind="wikitext2")
 
 
-def make_inputs(required: RequiredCorpus) -> Callable[[str, UserInput], Inputs]:
+def make_inputs(required: RequiredCorpus) -> Callable[[str, UserInput], CellInputs]:
     """Return the `Experiment.make_inputs` of a table: the embedded corpus, and at full scale one like `required`."""
 
-    def make_inputs(scale: str, given: UserInput) -> Inputs:
+    def make_inputs(scale: str, given: UserInput) -> CellInputs:
         if scale in ("smoke", "small"):
             if given.data:
                 raise BadInput(f"--data is for scales paper and code; scale {scale} learns from Python's documentation")
             folder = _embedded()
         else:
             folder = _folder_of(required, scale, given.data)
-        return Inputs({"corpus": identify(folder), "set": dict(given.settings)}, folder)
+        return CellInputs({"corpus": identify(folder), "set": dict(given.settings)}, folder)
 
     return make_inputs
 

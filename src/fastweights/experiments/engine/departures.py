@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fastweights.experiments.engine.experiment import Experiment, Record, inputs_of
+from fastweights.experiments.engine.experiment import CellRecord, Experiment, inputs_of
 
 _SAID_ELSEWHERE = ("size", "corpus", "set")
 """Entries of a configuration that other entries say in full."""
@@ -16,7 +16,7 @@ DEFAULT = "default"
 Place = tuple[str, ...]
 
 
-def departures(experiment: Experiment, records: Sequence[Record]) -> dict[str, tuple[list[Any], list[Any]]]:
+def departures(experiment: Experiment, records: Sequence[CellRecord]) -> dict[str, tuple[list[Any], list[Any]]]:
     """Return what differs from the paper's protocol in any of the cells: by name, their values and the paper's.
 
     What the paper does not say is in its protocol as the preset of its models has it.
@@ -30,7 +30,7 @@ def departures(experiment: Experiment, records: Sequence[Record]) -> dict[str, t
     return found
 
 
-def _departures(experiment: Experiment, record: Record) -> dict[str, tuple[Any, Any]]:
+def _departures(experiment: Experiment, record: CellRecord) -> dict[str, tuple[Any, Any]]:
     config, given = record.config, inputs_of(record.config, experiment.inputs)
     place = (config["scale"], config["model"], config["size"], config["seed"])
     unchanged = {**given, "set": {}} if "set" in given else given

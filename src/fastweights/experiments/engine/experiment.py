@@ -74,7 +74,7 @@ def storable(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record(CellOutcome):
+class CellRecord(CellOutcome):
     """A cell that has been run, and what it was run with."""
 
     config: Mapping[str, Any]
@@ -107,11 +107,11 @@ class Claim:
 class Results:
     """The records of one experiment at one scale, read by model and size. `loss` is the metric that counts."""
 
-    def __init__(self, records: Sequence[Record], loss: str = "best_loss") -> None:
+    def __init__(self, records: Sequence[CellRecord], loss: str = "best_loss") -> None:
         self.records = list(records)
         self.loss = loss
 
-    def of(self, model: str, size: int | None = None) -> list[Record]:
+    def of(self, model: str, size: int | None = None) -> list[CellRecord]:
         return [r for r in self.records if r.config["model"] == model and size in (None, r.config["size"])]
 
     def sizes(self, *models: str) -> list[int]:
@@ -189,7 +189,7 @@ class UserInput:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class CellInputs:
     """What an experiment makes of a `UserInput`: entries of every cell's configuration, and where the data lie."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class Setup:
     Args:
         jobs: cells at once; None for as many as suit the device.
         folder: for what an interrupted cell is resumed from.
-        data: as in `Inputs`.
+        data: as in `CellInputs`.
         keep: leave the folders of finished cells, with their weights.
         force: begin every cell anew, also where an earlier command left a part of it.
     """
@@ -273,7 +273,7 @@ class Experiment:
     configure_as_paper: Callable[..., Mapping[str, Any]] | None = None
     paper: Callable[[Mapping[str, Any]], Any] = lambda config: None
     table: Callable[[Results], Table] | None = None
-    make_inputs: Callable[[str, UserInput], Inputs] | None = None
+    make_inputs: Callable[[str, UserInput], CellInputs] | None = None
     inputs: tuple[str, ...] = ()
     fields: Fields | None = None
     needs: tuple[str, ...] = ()
@@ -302,9 +302,9 @@ class Experiment:
         seeds = at.seeds if chosen.seeds is None else chosen.seeds
         return [(model, size, seed) for seed in seeds for size in sizes for model in models]
 
-    def inputs_for(self, scale: str, request: UserInput) -> Inputs:
+    def inputs_for(self, scale: str, request: UserInput) -> CellInputs:
         """Return the inputs of a scale; BadInput or ValueError for what the experiment cannot work with."""
-        return self.make_inputs(scale, request) if self.make_inputs else Inputs()
+        return self.make_inputs(scale, request) if self.make_inputs else CellInputs()
 
     def cell(self, scale: str, model: str, size: int, seed: int, given: Mapping[str, Any] | None = None) -> Cell:
         config = self.configure(scale, model, size, seed, **(given or {}))
@@ -315,7 +315,7 @@ class Experiment:
     ) -> list[Cell]:
         return [self.cell(scale, *place, given) for place in self.grid(scale, selection)]
 
-    def cell_of(self, record: Record) -> Cell | None:
+    def cell_of(self, record: CellRecord) -> Cell | None:
         """Return the cell of a record, None if that is of another experiment or of an older configuration."""
         config = record.config
         if config["model"] not in self.models or config["scale"] not in self.scales:

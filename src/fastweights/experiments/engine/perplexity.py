@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastweights.experiments.engine.corpora import SPLITS
-from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Record, Results, Table
+from fastweights.experiments.engine.experiment import NOT_RUN, CellRecord, Claim, Results, Table
 
 Pair = tuple[float, float]
 """Validation and test perplexity."""
@@ -26,7 +26,7 @@ CLOSE = 0.01
 PAPER_HEADER = ("paper, validation", "paper, test")
 
 
-def ppl(record: Record, split: str) -> float:
+def ppl(record: CellRecord, split: str) -> float:
     """Return the perplexity of a cell; infinite where its training diverged."""
     value = (record.metrics.get(split) or {}).get("ppl")
     return math.inf if value is None else float(value)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from fastweights.common.files import write_atomically
 from fastweights.data.manifest import DataError, fingerprint, finished, layout, read_manifest, sets
-from fastweights.experiments.engine.experiment import SCALES, BadInput, Experiment, Record, inputs_of
+from fastweights.experiments.engine.experiment import SCALES, BadInput, CellRecord, Experiment, inputs_of
 from fastweights.experiments.engine.shape import Shape, mismatch
 
 FORMAT = 1
@@ -40,7 +40,7 @@ class Assembled(NamedTuple):
     """A `results.json`; `unreadable` are its entries that are no cells, each with the reason."""
 
     scale: str
-    records: list[Record]
+    records: list[CellRecord]
     inputs: dict[str, Any]
     unreadable: list[str]
 
@@ -97,7 +97,7 @@ class Store:
             scale = next((record.config["scale"] for record in records), "")
         return Assembled(scale, records, content.get("given", {}), unreadable)
 
-    def known(self, name: str) -> dict[str, Record]:
+    def known(self, name: str) -> dict[str, CellRecord]:
         """Return every readable cell stored under `name`, of any scale, by slug."""
         assembled = self.assembled(name)
         records = {record.slug: record for record in (assembled.records if assembled else [])}
@@ -107,23 +107,23 @@ class Store:
                 records[record.slug] = record
         return records
 
-    def known_anywhere(self) -> dict[str, Record]:
+    def known_anywhere(self) -> dict[str, CellRecord]:
         names = sorted(path.name for path in self.out.glob("*") if path.is_dir())
         return {slug: record for name in names for slug, record in self.known(name).items()}
 
-    def of(self, experiment: Experiment, scale: str, given: Mapping[str, Any] | None = None) -> list[Record]:
+    def of(self, experiment: Experiment, scale: str, given: Mapping[str, Any] | None = None) -> list[CellRecord]:
         """Return the experiment's cells of that scale with those inputs, or the first of its `groups`."""
         groups = self.groups(experiment, scale)
         if given is not None:
             groups = [group for group in groups if _given(group[0], experiment) == _key(given)]
         return groups[0] if groups else []
 
-    def groups(self, experiment: Experiment, scale: str) -> list[list[Record]]:
+    def groups(self, experiment: Experiment, scale: str) -> list[list[CellRecord]]:
         """Return the experiment's cells of that scale in the order of its grid, a group for each choice of inputs.
 
         The first is the one of `results.json` where that is of this scale, then those with the most cells.
         """
-        found: dict[str, list[Record]] = {}
+        found: dict[str, list[CellRecord]] = {}
         corpora = self.corpora()
         for record in self.known(experiment.name).values():
             cell = experiment.cell_of(record) if record.config["scale"] == scale else None
@@ -159,7 +159,7 @@ class Store:
         found = self.corpora() | {mark: {"name": manifest["name"], "sets": sets(manifest)}}
         write_atomically(self.out / "corpora.json", (json.dumps(found, indent=1, sort_keys=True) + "\n").encode())
 
-    def current(self, experiment: Experiment) -> tuple[str | None, list[Record]]:
+    def current(self, experiment: Experiment) -> tuple[str | None, list[CellRecord]]:
         """Return the scale and the records to show: the experiment's cells, or else those of an old `results.json`."""
         name = experiment.name
         scale = self.scale(name)
@@ -179,7 +179,7 @@ class Store:
                 )
         return (scale if records else None), records
 
-    def is_complete(self, experiment: Experiment, record: Record) -> bool:
+    def is_complete(self, experiment: Experiment, record: CellRecord) -> bool:
         """Return whether a record holds what the experiment shows; warn of one that does not."""
         problem = mismatch({"config": record.config, "metrics": record.metrics}, experiment.stored)
         if problem:
@@ -193,7 +193,7 @@ class Store:
             self._warned.add(message)
             self.warn(message)
 
-    def _read_cell(self, path: Path) -> Record | None:
+    def _read_cell(self, path: Path) -> CellRecord | None:
         try:
             content = _load(path)
             found = content["format"]
@@ -216,13 +216,13 @@ class Store:
             for path in folder.glob(".*.tmp"):
                 path.unlink(missing_ok=True)
 
-    def save(self, name: str, record: Record) -> None:
+    def save(self, name: str, record: CellRecord) -> None:
         """Store the cell under `name`, and in place of an older result under any other experiment that shares it."""
         own = self.folder(name) / "cells" / f"{record.slug}.json"
         for path in dict.fromkeys([own, *self.out.glob(f"*/cells/{record.slug}.json")]):
             write_atomically(path, _content(record))
 
-    def rescue(self, record: Record) -> Path | None:
+    def rescue(self, record: CellRecord) -> Path | None:
         """Write a cell that OUT has no room for to a new folder elsewhere; None where no place takes it."""
         for place in (tempfile.gettempdir(), str(Path.home()), "/dev/shm"):
             with suppress(OSError):
@@ -254,7 +254,7 @@ class Store:
             write_atomically(path, content)
 
 
-def assembly(experiment: Experiment, scale: str, records: Sequence[Record]) -> str:
+def assembly(experiment: Experiment, scale: str, records: Sequence[CellRecord]) -> str:
     """Return the text of `results.json`, a line for each cell; at its top, the run that most cells come from."""
     runs = Counter((r.commit, r.hardware, json.dumps(r.versions, sort_keys=True)) for r in records)
     commit, hardware, versions = runs.most_common(1)[0][0] if runs else ("", "", "{}")
@@ -267,31 +267,31 @@ def assembly(experiment: Experiment, scale: str, records: Sequence[Record]) -> s
     return "{\n" + "\n".join(lines) + '\n "cells": [\n  ' + cells + "\n ]\n}\n"
 
 
-def _entry(record: Record) -> dict[str, Any]:
+def _entry(record: CellRecord) -> dict[str, Any]:
     fields = ("config", "metrics", "paper", "wall_s", "commit", "hardware", "versions")
     return {name: getattr(record, name) for name in fields}
 
 
-def _record(entry: Any) -> Record:
+def _record(entry: Any) -> CellRecord:
     problem = mismatch(entry, _ENTRY)
     if problem:
         raise ValueError(problem)
     if entry["config"]["scale"] not in SCALES:
         raise ValueError(f"unknown scale {entry['config']['scale']!r}; known are {', '.join(SCALES)}")
-    record = Record(paper=entry.get("paper"), **{name: entry[name] for name in _ENTRY})
+    record = CellRecord(paper=entry.get("paper"), **{name: entry[name] for name in _ENTRY})
     if Path(record.slug).name != record.slug:
         raise ValueError(f"'config.model' is {record.config['model']!r}, which cannot be part of a file name")
     return record
 
 
-def _completed(record: Record, paper: Any, corpora: Mapping[str, Any]) -> Record:
+def _completed(record: CellRecord, paper: Any, corpora: Mapping[str, Any]) -> CellRecord:
     """Return the record with the paper's current values, and with what it was scored on if only the corpus says it."""
     corpus = corpora.get(record.config.get("corpus", {}).get("fingerprint"))
     told = {"sets": corpus["sets"]} if corpus and not record.metrics.get("sets") else {}
     return _record({**_entry(record), "paper": paper, "metrics": {**record.metrics, **told}})
 
 
-def _content(record: Record) -> bytes:
+def _content(record: CellRecord) -> bytes:
     return _dump({"format": FORMAT, **_entry(record)}).encode()
 
 
@@ -306,7 +306,7 @@ def _dump(value: Any) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
 
-def _given(record: Record, experiment: Experiment) -> str:
+def _given(record: CellRecord, experiment: Experiment) -> str:
     return _key(inputs_of(record.config, experiment.inputs))
 
 

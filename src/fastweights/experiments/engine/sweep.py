@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fastweights.common import provenance
-from fastweights.experiments.engine.experiment import BadInput, Cell, Experiment, Record, Setup, inputs_of
+from fastweights.experiments.engine.experiment import BadInput, Cell, CellRecord, Experiment, Setup, inputs_of
 from fastweights.experiments.engine.store import Store
 
 
@@ -17,7 +17,7 @@ class Watcher(Protocol):
 
     def begin(self, experiment: Experiment, known: Sequence[Cell], missing: Sequence[Cell]) -> None: ...
     def step(self, cell: Cell, step: int, loss: float) -> None: ...
-    def done(self, record: Record) -> None: ...
+    def done(self, record: CellRecord) -> None: ...
 
 
 def sweep(
@@ -65,7 +65,7 @@ def sweep(
             setup = Setup(device=device, on_progress=watcher.step, folder=folder, **how)
             with closing(experiment.run(missing, setup)) as outcomes:
                 for cell, outcome in outcomes:
-                    record = Record(
+                    record = CellRecord(
                         metrics=outcome.metrics,
                         wall_s=outcome.wall_s,
                         config=cell.config,
@@ -85,7 +85,7 @@ def sweep(
     store.assemble(experiment, scale, given)
 
 
-def _save(store: Store, name: str, record: Record) -> None:
+def _save(store: Store, name: str, record: CellRecord) -> None:
     """Store a cell that has been trained; on a full disk, keep it elsewhere and raise an OSError that says where."""
     try:
         store.save(name, record)

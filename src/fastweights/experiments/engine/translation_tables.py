@@ -16,7 +16,7 @@ from fastweights.data.manifest import NUMBERS, layout, read_manifest, sets
 from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.prepare import prepare
 from fastweights.experiments.engine.corpora import load_corpus, name_with_warning
-from fastweights.experiments.engine.experiment import BadInput, Inputs, Scale, UserInput, storable
+from fastweights.experiments.engine.experiment import BadInput, CellInputs, Scale, UserInput, storable
 from fastweights.experiments.engine.runner import (
     Trainable,
     check_settings,
@@ -90,7 +90,7 @@ class TranslationScale:
     sentences: int | None = None
 
 
-def make_inputs(scale: str, given: UserInput) -> Inputs:
+def make_inputs(scale: str, given: UserInput) -> CellInputs:
     """Make the inputs of a scale: number words at smoke and small, and the user's sentence pairs at the others."""
     if scale in ("smoke", "small"):
         if given.data:
@@ -98,7 +98,7 @@ def make_inputs(scale: str, given: UserInput) -> Inputs:
         folder = _numbers()
     else:
         folder = _folder_of(scale, given.data)
-    return Inputs({"corpus": identify(folder), "set": dict(given.settings)}, folder)
+    return CellInputs({"corpus": identify(folder), "set": dict(given.settings)}, folder)
 
 
 def _numbers() -> Path:

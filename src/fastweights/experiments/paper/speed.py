@@ -30,11 +30,11 @@ from fastweights.experiments.engine.corpora import WIKITEXT103
 from fastweights.experiments.engine.experiment import (
     NOT_RUN,
     Cell,
+    CellInputs,
     CellOutcome,
     CellOutcomes,
     Claim,
     Experiment,
-    Inputs,
     Plot,
     Results,
     Scale,
@@ -100,8 +100,8 @@ STATEMENT = (
 )
 
 
-def make_inputs(scale: str, request: UserInput) -> Inputs:
-    return Inputs({"set": dict(request.settings), "device": request.device.partition(":")[0]})
+def make_inputs(scale: str, request: UserInput) -> CellInputs:
+    return CellInputs({"set": dict(request.settings), "device": request.device.partition(":")[0]})
 
 
 def configure(scale: str, model: str, size: int, seed: int, set: Mapping[str, Any], device: str) -> Mapping[str, Any]:

@@ -15,7 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Experiment, Plot, Record, Results, Scale, Table
+from fastweights.experiments.engine.experiment import (
+    NOT_RUN,
+    CellRecord,
+    Claim,
+    Experiment,
+    Plot,
+    Results,
+    Scale,
+    Table,
+)
 from fastweights.experiments.engine.perplexity import every
 from fastweights.experiments.engine.translation_tables import (
     INPUTS,
@@ -106,7 +115,7 @@ STATEMENT = (
 )
 
 
-def bleu(record: Record, split: str) -> float | None:
+def bleu(record: CellRecord, split: str) -> float | None:
     """Return the BLEU of a cell; 0 where its training diverged, None where there is no such split."""
     if "diverged_at" in record.metrics:
         return 0.0

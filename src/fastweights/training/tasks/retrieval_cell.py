@@ -124,7 +124,7 @@ class RetrievalResult:
         return bool(self.stopped)
 
 
-class Cell:
+class RetrievalCell:
     """A model in training: its weights, optimiser and random numbers, and the mathematics of a block of steps."""
 
     def __init__(
@@ -200,7 +200,7 @@ def train_cell(config: RetrievalConfig, on_progress: OnProgress | None = None) -
     """Train one cell on the CPU in this process, with one thread: no sum's order then depends on the machine."""
     start, result = time.perf_counter(), RetrievalResult()
     with one_thread():
-        cell, step = Cell(config), 0
+        cell, step = RetrievalCell(config), 0
         while not result.stopped:
             count = min(config.eval_every, config.max_steps - step)
             cell.steps(count)

@@ -1,6 +1,6 @@
 """Cells on a GPU: blocks of steps as CUDA graphs, several cells at a time, each on a stream of its own.
 
-The mathematics is that of `Cell`. A graph replays its kernels without Python, and the host looks at a cell only once in
+The mathematics is that of `RetrievalCell`. A graph replays its kernels without Python; the host looks at a cell once in
 `eval_every` steps, when its loss has arrived.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastweights.training.tasks.retrieval_cell import Cell, OnProgress, RetrievalConfig, RetrievalResult
+from fastweights.training.tasks.retrieval_cell import OnProgress, RetrievalCell, RetrievalConfig, RetrievalResult
 
 
 class GraphedCell:
@@ -31,7 +31,7 @@ class GraphedCell:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.run_block, self.run_evaluation = self._steps, self._evaluate
         with torch.cuda.stream(stream):
-            self.cell = Cell(config, device)
+            self.cell = RetrievalCell(config, device)
             self.device_loss = torch.zeros((), dtype=torch.float64, device=device)
             self.block = _block(config)
             if _recordable(config):
