@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fastweights.commands.options import input_errors, require, say
+from fastweights.commands.options import input_errors, interruptible, require, say
 from fastweights.common.tables import look_up
 from fastweights.data.manifest import Report
 from fastweights.data.prepare import prepare
@@ -68,18 +68,15 @@ def data(
             typer.echo(f"{name:<12} {row.what}\n{'':<13}{row.obtain}")
         return
     start = time.monotonic()
-    try:
-        with input_errors((ValueError, ImportError)), _display() as report:
-            if kind is None:
-                raise ValueError(f"name a corpus: {', '.join(CORPORA)}; --list says more")
-            row, out = look_up(CORPORA, kind, "corpus"), out or Path("data") / kind
-            require(*row.needs)
-            if source is None and row.hub is not None and (force or not (out / "manifest.json").exists()):
-                require("datasets", otherwise=row.obtain)
-            done = prepare(kind, source, out, allow_other=allow_other, force=force, report=report, **options)
-    except KeyboardInterrupt:
-        say("Stopped: nothing was finished; the same command starts again.")
-        raise typer.Exit(130) from None
+    stopped = "Stopped: nothing was finished; the same command starts again."
+    with interruptible(stopped), input_errors((ValueError, ImportError)), _display() as report:
+        if kind is None:
+            raise ValueError(f"name a corpus: {', '.join(CORPORA)}; --list says more")
+        row, out = look_up(CORPORA, kind, "corpus"), out or Path("data") / kind
+        require(*row.needs)
+        if source is None and row.hub is not None and (force or not (out / "manifest.json").exists()):
+            require("datasets", otherwise=row.obtain)
+        done = prepare(kind, source, out, allow_other=allow_other, force=force, report=report, **options)
     _summary(done.manifest)
     if done.fresh:
         typer.echo(f"Written to {out} in {time.monotonic() - start:.0f} s")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import wraps
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
@@ -58,6 +61,36 @@ def input_errors(kinds: tuple[type[Exception], ...] = (ValueError, TypeError, Im
     except kinds as error:
         say(f"Error: {error}")
         raise typer.Exit(2) from None
+
+
+@contextmanager
+def interruptible(message: str = "") -> Iterator[None]:
+    """End the command with exit code 130 on Ctrl-C, after a message if there is one."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if message:
+            say(message)
+        raise typer.Exit(130) from None
+
+
+def flat(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn each parameter of a command that is a dataclass into options of the command line, one for each field."""
+    signature = inspect.signature(command, eval_str=True)
+    groups = {name: one.annotation for name, one in signature.parameters.items() if is_dataclass(one.annotation)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        own = inspect.signature(groups[name], eval_str=True).parameters.values() if name in groups else (parameter,)
+        parameters += (one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own)
+
+    @wraps(command)
+    def run(**options: Any) -> None:
+        for name, group in groups.items():
+            options[name] = group(**{field.name: options.pop(field.name) for field in fields(group)})
+        command(**options)
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run
 
 
 def require(*packages: str, otherwise: str = "") -> None:

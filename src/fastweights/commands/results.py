@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fastweights.commands.options import as_json, input_errors, print_json, say
+from fastweights.commands.options import as_json, input_errors, interruptible, print_json, say
 from fastweights.common import provenance
 from fastweights.common.files import write_atomically
 from fastweights.common.tables import look_up
@@ -91,21 +91,17 @@ def keep_result(
         raise typer.Exit(1)
 
 
-@contextmanager
-def run_errors() -> Iterator[None]:
+def run_errors() -> AbstractContextManager[None]:
     """End the command with a sentence and exit code 2 where the input is wrong or a run cannot be used."""
-    with input_errors((ValueError, TypeError, ImportError, RunError, CheckpointError)):
-        yield
+    return input_errors((ValueError, TypeError, ImportError, RunError, CheckpointError))
 
 
 @contextmanager
 def writing() -> Iterator[None]:
     """End the command quietly when the reader of standard output closes it, and with exit code 130 on Ctrl-C."""
     try:
-        with run_errors():
+        with interruptible(), run_errors():
             yield
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
     except BrokenPipeError:
         # Python would complain once more when it closes standard output at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -130,9 +126,6 @@ def measuring(what: str) -> Iterator[Callable[[int, int], None]]:
             tenths, patience = 10 * done // total, math.inf
             say(f"{done:,} of {total:,} {what}")
 
-    try:
-        with run_errors(), bars:
-            yield show
-    except KeyboardInterrupt:
-        say("Stopped: part of a split has no score to keep, so nothing was written.")
-        raise typer.Exit(130) from None
+    stopped = "Stopped: part of a split has no score to keep, so nothing was written."
+    with interruptible(stopped), run_errors(), bars:
+        yield show

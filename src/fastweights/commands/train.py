@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ import torch
 import typer
 from rich.console import Console
 
-from fastweights.commands.options import PRECISIONS, input_errors, read_settings, require, say
+from fastweights.commands.options import PRECISIONS, flat, input_errors, interruptible, read_settings, require, say
 from fastweights.common import provenance
 from fastweights.common.tables import look_up
 from fastweights.data.manifest import EMBEDDED, NUMBERS
@@ -30,7 +29,7 @@ from fastweights.models.presets import MIXER_CHOICES, PRESETS
 from fastweights.models.translation_config import ATTENTIONS
 from fastweights.models.translation_presets import PRESETS as MT_PRESETS
 from fastweights.ops.rules import RULES
-from fastweights.training.engine.config import COMPILE_MODES, STRATEGIES, TrainingConfig
+from fastweights.training.engine.config import COMPILE_MODES, STRATEGIES, Fields, TrainingConfig
 from fastweights.training.engine.diagnosis import Diverged
 from fastweights.training.engine.loop import Result, train
 from fastweights.training.engine.task import Task
@@ -41,8 +40,8 @@ from fastweights.training.tasks.language import FIELDS, assemble
 from fastweights.training.tasks.translation import FIELDS as MT_FIELDS
 from fastweights.training.tasks.translation import assemble_translation, plan_translation
 
-# Options with these names are settings as they are.
-SHARED = {field.name for field in fields(TrainingConfig)}
+# On Ctrl-C outside of the training loop, which has its own answer to it.
+STOPPED = "Stopped; what was saved stays, and the same command resumes from it."
 
 
 def own(help: str, default: str = "the preset's") -> Any:
@@ -56,30 +55,44 @@ def describe(presets: Mapping[str, Callable[..., Any]]) -> str:
     return "Sizes and recipe. " + " ".join(": ".join(line[:2]) for line in lines)
 
 
-Steps = Annotated[int | None, own("Updates of the weights.")]
-Rate = Annotated[float | None, own("Learning rate after the warm-up.")]
-Warmup = Annotated[int | None, own("Updates of warm-up.")]
-Seed = Annotated[int | None, own("Seed of initial weights, dropout and the order of batches.", "1111")]
-Precision = Annotated[str | None, own(f"One of {', '.join(PRECISIONS)}; bf16 is bf16-mixed.", "fp32")]
-Accumulate = Annotated[int | None, own("Batches in an update.")]
-Devices = Annotated[str | None, own("Number of devices, or auto for one or what torchrun started.", "auto")]
-Strategy = Annotated[str | None, own(f"One of {', '.join(STRATEGIES)}.", "auto")]
-Compile = Annotated[str | None, own(f"Mode of torch.compile: {', '.join(COMPILE_MODES)}.", "not compiled")]
-Graph = Annotated[bool, typer.Option("--graph", help="Capture updates as CUDA graphs; one process, one GPU.")]
-Minutes = Annotated[float | None, own("Save and stop after this long; the same command resumes the run.", "no limit")]
-EvalEvery = Annotated[int | None, own("Updates between validations.", "a tenth of them, or fewer")]
-CheckpointEvery = Annotated[int | None, own("Updates between checkpoints.", "every ten minutes")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Start anew; a run in the folder is moved aside.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="FIELD=VALUE",
-        help="Any field of model or training, VALUE as in JSON; an unknown FIELD lists those there are.",
-    ),
-]
+@dataclass(frozen=True)
+class TrainingOptions:
+    """The options that `train lm` and `train mt` share."""
+
+    steps: Annotated[int | None, own("Updates of the weights.")] = None
+    lr: Annotated[float | None, own("Learning rate after the warm-up.")] = None
+    warmup: Annotated[int | None, own("Updates of warm-up.")] = None
+    seed: Annotated[int | None, own("Seed of initial weights, dropout and the order of batches.", "1111")] = None
+    precision: Annotated[str | None, own(f"One of {', '.join(PRECISIONS)}; bf16 is bf16-mixed.", "fp32")] = None
+    accumulate: Annotated[int | None, own("Batches in an update.")] = None
+    devices: Annotated[str | None, own("Number of devices, or auto for one or what torchrun started.", "auto")] = None
+    strategy: Annotated[str | None, own(f"One of {', '.join(STRATEGIES)}.", "auto")] = None
+    compile: Annotated[str | None, own(f"Mode of torch.compile: {', '.join(COMPILE_MODES)}.", "not compiled")] = None
+    minutes: Annotated[
+        float | None, own("Save and stop after this long; the same command resumes the run.", "no limit")
+    ] = None
+    eval_every: Annotated[int | None, own("Updates between validations.", "a tenth of them, or fewer")] = None
+    checkpoint_every: Annotated[int | None, own("Updates between checkpoints.", "every ten minutes")] = None
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; a run in the folder is moved aside.")] = False
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Any field of model or training, VALUE as in JSON; an unknown FIELD lists those there are.",
+        ),
+    ] = None
+
+    def chosen(self, known: Fields, **more: Any) -> dict[str, Any]:
+        """Return the fields of model and training that were set, by these options, by `more` of them or by --set."""
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"--minutes must be above 0, got {self.minutes:g}")
+        trained = {field.name for field in fields(TrainingConfig)}
+        options = {name: value for name, value in vars(self).items() if name in trained}
+        return read_settings(known, self.settings or [], {**options, "devices": parse_devices(self.devices), **more})
 
 
+@flat
 def lm(
     preset: Annotated[str, typer.Option(help=describe(PRESETS))],
     mixer: Annotated[str, typer.Option(help=f"Sequence layer: {', '.join(MIXER_CHOICES)}.")] = "delta",
@@ -99,66 +112,48 @@ def lm(
     ] = None,
     documents: Annotated[str | None, own(f"Where a carried state is emptied: {', '.join(DOCUMENTS)}.", "none")] = None,
     out: Annotated[Path | None, own("Folder of the run.", "runs/PRESET-MIXER")] = None,
-    steps: Steps = None,
     batch: Annotated[int | None, own("Segments in a batch, over all devices.")] = None,
     length: Annotated[int | None, own("Words in a segment.")] = None,
-    lr: Rate = None,
-    warmup: Warmup = None,
-    seed: Seed = None,
-    precision: Precision = None,
-    accumulate: Accumulate = None,
-    devices: Devices = None,
-    strategy: Strategy = None,
-    compile: Compile = None,
-    graph: Graph = False,
-    minutes: Minutes = None,
-    eval_every: EvalEvery = None,
-    checkpoint_every: CheckpointEvery = None,
-    fresh: Fresh = False,
-    settings: Settings = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Capture updates as CUDA graphs; one process, one GPU.")
+    ] = False,
+    *,
+    training: TrainingOptions,
 ) -> None:
     """Train a language model, log and validate it, and keep its best and last checkpoints in a folder.
 
     Ctrl-C saves and stops; the same command resumes the run. Without --data it learns from the documentation that
     comes with Python, which needs no download.
     """
-    options = {name: value for name, value in locals().items() if name in SHARED}
-    with interruptible():
+    with interruptible(STOPPED):
         with input_errors():
             require("lightning")
-            options |= {
-                "batch_size": batch,
-                "segment": length,
-                "graph": graph or None,
-                "devices": parse_devices(devices),
-            }
-            options |= {"normalization": normalization, "positions": positions, "documents": documents}
-            chosen = read_settings(FIELDS, settings or [], options)
+            reading = {"batch_size": batch, "segment": length, "documents": documents}
+            model = {"normalization": normalization, "positions": positions}
+            chosen = training.chosen(FIELDS, **reading, **model, graph=graph or None)
             # Before a corpus is prepared for a model that cannot be.
             look_up(PRESETS, preset, "preset")
             look_up(MIXER_CHOICES, mixer, "mixer")
             set_map_options(chosen, mixer, nu, features)
-            check_minutes(minutes)
-            if data is None:
-                prepare_once("embedded", "the documentation of Python", EMBEDDED)
-            corpus = Corpus.load(data or EMBEDDED)
+            corpus = Corpus.load(data or prepare_once("embedded", "the documentation of Python", EMBEDDED))
             choice: dict[str, Any] = {"preset": preset, "mixer": mixer, "rule": rule, "context": context}
             task, config = assemble(corpus, **choice, **chosen)
             out = out or Path("runs") / "-".join(filter(None, (preset, mixer, rule, context)))
         words = f"{len(corpus.train):,} {corpus.vocabulary.kind} of {corpus.manifest['name']}"
         announce(task, f"{words} in {task.batch_size} segments of {task.segment}, context {task.context}", out)
-        result = run_training(task, config, out, corpus, corpus.vocabulary, fresh, minutes)
+        result = run_training(task, config, out, corpus, corpus.vocabulary, training)
     rows = f" (segments of {task.segment} in {task.eval_batch} rows)"
-    folder, protocol = shlex.quote(str(out)), " --protocol carried" if task.carried else ""
+    run, protocol = shlex.quote(str(out)), " --protocol carried" if task.carried else ""
     conclude(
         result,
         out,
         f"perplexity {result.best['ppl']:.2f}{rows}" if result.best else "",
-        f"fastweights eval lm {folder} --split test{protocol}",
-        f'fastweights generate {folder} --prompt "The" --tokens 50',
+        f"fastweights eval lm {run} --split test{protocol}",
+        f'fastweights generate {run} --prompt "The" --tokens 50',
     )
 
 
+@flat
 def mt(
     preset: Annotated[str, typer.Option(help=describe(MT_PRESETS))],
     attention: Annotated[
@@ -174,41 +169,25 @@ def mt(
     nu: Annotated[int | None, own("dpfp: its parameter ν.", "2")] = None,
     rule: Annotated[str | None, own(f"Update rule of the decoder's fast weights: {', '.join(RULES)}.", "sum")] = None,
     out: Annotated[Path | None, own("Folder of the run.", "runs/mt-PRESET-ATTENTION")] = None,
-    steps: Steps = None,
     tokens: Annotated[int | None, own("Tokens in a batch on either side, padding included, over all devices.")] = None,
-    lr: Rate = None,
-    warmup: Warmup = None,
-    seed: Seed = None,
-    precision: Precision = None,
-    accumulate: Accumulate = None,
-    devices: Devices = None,
-    strategy: Strategy = None,
-    compile: Compile = None,
-    minutes: Minutes = None,
-    eval_every: EvalEvery = None,
-    checkpoint_every: CheckpointEvery = None,
-    fresh: Fresh = False,
-    settings: Settings = None,
+    *,
+    training: TrainingOptions,
 ) -> None:
     """Train a translation model, validate it by BLEU, and keep its best and last checkpoints in a folder.
 
     Ctrl-C saves and stops; the same command resumes the run. Without --data it learns to translate English number
     words to German ones, which needs no download.
     """
-    options = {name: value for name, value in locals().items() if name in SHARED}
-    with interruptible():
+    with interruptible(STOPPED):
         with input_errors():
             places = {"encoder": encoder, "decoder": decoder, "cross": cross}
-            options |= {**places, "features": features, "nu": nu, "rule": rule, "max_tokens": tokens}
-            chosen = read_settings(MT_FIELDS, settings or [], options | {"devices": parse_devices(devices)})
+            chosen = training.chosen(MT_FIELDS, **places, features=features, nu=nu, rule=rule, max_tokens=tokens)
             scoring = ["sacrebleu"] if chosen.get("bleu_sentences", 1) else []
             require("lightning", "tokenizers", *scoring, *([] if data else ["num2words"]))
-            check_minutes(minutes)
             # Before a corpus is prepared for a model that cannot be.
             plan_translation(1, preset=preset, attention=attention, **chosen)
-            if data is None:
-                prepare_once("numbers", "number words in English and German", NUMBERS)
-            corpus = ParallelCorpus.load(data or NUMBERS)
+            folder = data or prepare_once("numbers", "number words in English and German", NUMBERS)
+            corpus = ParallelCorpus.load(folder)
             task, config = assemble_translation(corpus, preset=preset, attention=attention, **chosen)
             others = (f"{place}_{name}" for place, name in places.items() if name not in (None, attention))
             out = out or Path("runs") / "-".join(filter(None, ("mt", preset, attention, *others, rule)))
@@ -217,16 +196,16 @@ def mt(
         announce(task, f"{pairs}{long}, {task.batches_per_epoch:,} batches an epoch", out)
         if "performer" in task.model.attentions and not task.model.redraw and first_process():
             say("The Performer keeps its random features as first drawn; --set redraw=true draws new ones each batch.")
-        result = run_training(task, config, out, corpus, corpus.tokenizer, fresh, minutes)
+        result = run_training(task, config, out, corpus, corpus.tokenizer, training)
     scores = [f"BLEU {result.best['bleu']:.1f}"] if "bleu" in result.best else []
     scores += [f"perplexity {result.best['ppl']:.2f}"] if result.best else []
-    folder, split = shlex.quote(str(out)), "test" if "test" in corpus.splits else "valid"
+    run, split = shlex.quote(str(out)), "test" if "test" in corpus.splits else "valid"
     conclude(
         result,
         out,
         ", ".join(scores),
-        f"fastweights eval mt {folder} --split {split}",
-        f"echo {shlex.quote(corpus.split('valid').sources[0])} | fastweights translate {folder}",
+        f"fastweights eval mt {run} --split {split}",
+        f"echo {shlex.quote(corpus.split('valid').sources[0])} | fastweights translate {run}",
     )
 
 
@@ -252,17 +231,12 @@ def parse_devices(text: str | None) -> int | str | None:
     return int(text)
 
 
-def check_minutes(minutes: float | None) -> None:
-    """Raise a ValueError for a time in which nothing could begin."""
-    if minutes is not None and not minutes > 0:
-        raise ValueError(f"--minutes must be above 0, got {minutes:g}")
-
-
-def prepare_once(kind: str, what: str, folder: Path) -> None:
-    """Prepare a corpus that needs no download where it is not there yet."""
+def prepare_once(kind: str, what: str, folder: Path) -> Path:
+    """Prepare a corpus that needs no download where it is not there yet, and return its folder."""
     if not (folder / "manifest.json").exists() and first_process():
         say(f"Preparing {what} as a corpus in {folder}")
     prepare(kind, None, folder)
+    return folder
 
 
 def announce(task: Any, reading: str, out: Path) -> None:
@@ -277,8 +251,7 @@ def run_training(
     out: Path,
     corpus: Corpus | ParallelCorpus,
     vocabulary: Vocabulary | Tokenizer,
-    fresh: bool,
-    minutes: float | None,
+    options: TrainingOptions,
 ) -> Result:
     """Train with progress on the terminal; what goes wrong ends the command with a sentence and an exit code."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -288,10 +261,11 @@ def run_training(
     about |= {"versions": provenance.versions(), "command": shlex.join(["fastweights", *sys.argv[1:]])}
     try:
         with input_errors((ValueError, ImportError)):
-            keep_vocabulary(out, vocabulary, fresh)
-            return train(task, config, out, fresh=fresh, minutes=minutes, about=about, console=Console(stderr=True))
+            keep_vocabulary(out, vocabulary, options.fresh)
+            how: dict[str, Any] = {"fresh": options.fresh, "minutes": options.minutes, "about": about}
+            return train(task, config, out, **how, console=Console(stderr=True))
     except RunError as error:
-        say(f"Error: {error}" + ("" if fresh else "\n--fresh starts anew, --out chooses another folder"))
+        say(f"Error: {error}" + ("" if options.fresh else "\n--fresh starts anew, --out chooses another folder"))
         raise typer.Exit(2) from None
     except (CheckpointError, Diverged) as error:
         say(f"Error: {error}")
@@ -314,13 +288,3 @@ def conclude(result: Result, out: Path, best: str, *commands: str) -> None:
 def first_process() -> bool:
     """Return whether this process is the one that speaks; torchrun and Lightning number them in the environment."""
     return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """End the command with exit code 130 on Ctrl-C outside of the training loop, which has its own."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        say("Stopped; what was saved stays, and the same command resumes from it.")
-        raise typer.Exit(130) from None
