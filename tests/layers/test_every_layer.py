@@ -80,7 +80,15 @@ def test_a_replaced_projection_knows_what_it_takes():
 
 
 PICKLED = {
-    **{name: SEQUENCE_LAYERS[name] for name in ("softmax", "relative")},
+    **SEQUENCE_LAYERS,
+    **{f"rule {rule}": lambda rule=rule: fw.FastWeightAttention(D, 2, rule=rule) for rule in fw.list_rules()},
+    "rule with an option": lambda: fw.FastWeightAttention(D, 2, rule=fw.update_rule("fwp1991", sigma="identity")),
+    "language model": lambda: fw.LanguageModel(
+        fw.LanguageModelConfig(vocab_size=11, d_model=D, n_heads=2, n_layers=1, d_ff=8)
+    ),
+    "translation model": lambda: fw.TranslationModel(
+        fw.TranslationModelConfig(vocab_size=11, d_model=D, n_heads=2, encoder_layers=1, decoder_layers=1, d_ff=8)
+    ),
     **READINGS,
     "feed_forward": lambda: FeedForward(D, 12),
     "adaptive_softmax": lambda: AdaptiveSoftmax(20, D, (5,)),
@@ -97,3 +105,24 @@ def test_layers_can_be_pickled(make):
         assert type(again) is type(layer) and repr(again) == repr(layer)
         for ours, theirs in zip(again.state_dict().items(), layer.state_dict().items(), strict=True):
             assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("make", SEQUENCE_LAYERS.values(), ids=SEQUENCE_LAYERS)
+def test_states_are_pytrees_and_load_as_weights_only(make):
+    layer, x, file = make(), torch.randn(1, 3, D), io.BytesIO()
+    state = layer(x)[1].detach()
+    torch.save(state, file)
+    file.seek(0)
+    same = torch.utils._pytree.tree_map(torch.clone, torch.load(file, weights_only=True))
+    assert type(same) is type(state)
+    torch.testing.assert_close(layer(x, same)[0], layer(x, state)[0])
+
+
+def test_the_state_of_a_model_loads_as_weights_only():
+    model = PICKLED["language model"]().eval()
+    file = io.BytesIO()
+    _, state = model(torch.randint(11, (1, 4)))
+    torch.save(state.detach(), file)
+    file.seek(0)
+    same, token = torch.load(file, weights_only=True), torch.randint(11, (1,))
+    torch.testing.assert_close(model.step(token, same)[0], model.step(token, state)[0])

@@ -20,7 +20,7 @@ from fastweights.layers.checks import check_dropout, check_dtype, check_input, h
 from fastweights.layers.padding import PaddedState, check_state
 from fastweights.layers.softmax import KeyValueState
 from fastweights.ops.linear_attention import linear_attention, read_memory, write_memory
-from fastweights.ops.state import FastWeightState, State
+from fastweights.ops.state import FastWeightState, State, register_state
 
 
 class Reading(nn.Module):
@@ -100,6 +100,7 @@ class SoftmaxReading(Reading):
         return y.transpose(1, 2)
 
 
+@register_state
 @dataclass(eq=False)
 class MappedState(PaddedState):
     """phi(k) and v of every token, from which W and z follow: what the way back needs anyway."""

@@ -14,7 +14,7 @@ from fastweights.common.tables import look_up
 from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.layers.relative import RelativeAttention, SegmentMemory
 from fastweights.layers.softmax import KeyValueState, SoftmaxAttention
-from fastweights.ops.state import FastWeightState, State
+from fastweights.ops.state import FastWeightState, State, register_state
 
 
 class Mixer(Protocol):
@@ -101,6 +101,7 @@ def mixer(name: str, d_model: int, n_heads: int, d_head: int, **options: Any) ->
     return kind.build(d_model, n_heads, d_head, **options)
 
 
+@register_state
 @dataclass(eq=False)
 class StackState:
     """What a stack of layers carries from one segment or token to the next: as `State`, for all of them together."""

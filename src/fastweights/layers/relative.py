@@ -11,8 +11,10 @@ from torch.nn import functional as F
 from fastweights.layers.checks import check_dropout, check_dtype, check_input, check_token, head_size
 from fastweights.layers.padding import PaddedState, check_state, join_masks, visible
 from fastweights.layers.positions import sinusoid
+from fastweights.ops.state import register_state
 
 
+@register_state
 @dataclass(eq=False)
 class SegmentMemory(PaddedState):
     """The last inputs of the layer, (B, S <= mem_len, d_model), cut off from the graph."""

@@ -10,8 +10,10 @@ from torch.nn import functional as F
 
 from fastweights.layers.checks import check_dropout, check_dtype, check_input, check_token, head_size
 from fastweights.layers.padding import PaddedState, check_state, join_masks, visible
+from fastweights.ops.state import register_state
 
 
+@register_state
 @dataclass(eq=False)
 class KeyValueState(PaddedState):
     """Keys and values of every token so far, each (B, S, H, d_head): Eqs. 5-6."""

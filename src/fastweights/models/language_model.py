@@ -24,7 +24,7 @@ from fastweights.layers.positions import DIRECTIONS, POSITIONS, encode_positions
 from fastweights.layers.relative import RelativeAttention
 from fastweights.models.configuration import ModelConfig
 from fastweights.ops.rules import RULES
-from fastweights.ops.state import State
+from fastweights.ops.state import State, register_state
 
 NAMES: dict[str, Collection[str]] = {
     "mixer": tuple(MIXERS),
@@ -118,6 +118,7 @@ def check_forgets(config: LanguageModelConfig) -> None:
         )
 
 
+@register_state
 class LanguageModelState(StackState):
     """What a language model carries from one segment or token to the next."""
 

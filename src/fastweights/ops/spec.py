@@ -62,8 +62,8 @@ class Inputs:
         dtype = self.state_dtype if self.normalized and not self.q.is_cuda else self.v.dtype
         q, k = self.features.apply(self.q.to(dtype), self.k.to(dtype), self.normalized)
         gates = {name: self.features.gate(gate) for name, gate in self.gates.items()}
-        mapped = {"q": q.to(dtype), "k": k.to(dtype), "v": self.v.to(dtype), "gates": gates}
-        return replace(self, **mapped, features=PLAIN)
+        q, k, v = q.to(dtype), k.to(dtype), self.v.to(dtype)
+        return replace(self, q=q, k=k, v=v, gates=gates, features=PLAIN)
 
     def masked(self) -> Inputs:
         """Return the same with nothing to read or write where the mask is False."""

@@ -16,16 +16,22 @@ StateClass = TypeVar("StateClass", bound=type)
 
 def register_state(cls: StateClass) -> StateClass:
     """Let `torch.load(weights_only=True)`, `torch.export` and `tree_map` know a dataclass of tensors and lists."""
-    names = [f.name for f in fields(cls)]
+
+    def flatten(state: Any) -> tuple[list[Any], list[str]]:
+        named = {f.name: getattr(state, f.name) for f in fields(cls)}
+        there = {name: value for name, value in named.items() if value is not None}
+        return list(there.values()), list(there)
+
+    def flatten_with_keys(state: Any) -> tuple[list[Any], list[str]]:
+        values, names = flatten(state)
+        return [(pytree.GetAttrKey(name), value) for name, value in zip(names, values, strict=True)], names
+
     pytree.register_pytree_node(
         cls,
-        lambda state: ([getattr(state, name) for name in names], None),
-        lambda values, _: cls(*values),
+        flatten,
+        lambda values, names: cls(**dict(zip(names, values, strict=True))),
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
-        flatten_with_keys_fn=lambda state: (
-            [(pytree.GetAttrKey(name), getattr(state, name)) for name in names],
-            None,
-        ),
+        flatten_with_keys_fn=flatten_with_keys,
     )
     torch.serialization.add_safe_globals([cls])
     return cls
