@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lightning.fabric.strategies import SingleDeviceStrategy
 
 from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.training.engine.distributed import launch
@@ -102,6 +103,10 @@ def test_torchrun_has_the_last_word_on_processes(monkeypatch):
         launch(TinyTask(), config(devices=3))
     with pytest.raises(ValueError, match="strategy 'single' is for one process, not 2"):
         launch(TinyTask(), config(strategy="single"))
+
+
+def test_one_process_needs_no_strategy_for_many():
+    assert isinstance(launch(TinyTask(), config()).strategy, SingleDeviceStrategy)
 
 
 def test_without_lightning(monkeypatch, tmp_path):

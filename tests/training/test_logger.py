@@ -2,8 +2,10 @@
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from fastweights.training.runs import log
@@ -65,3 +67,9 @@ def test_long_steps_show_that_training_lives(monkeypatch):
         clock[0] += 1.5
         terminal.advance(step)
     assert text.getvalue().splitlines() == ["step 2/1000", "step 42/1000", "step 82/1000"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_memory_of_this_process_is_in_bytes():
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    assert log.memory_in_use(torch.device("cpu")) == pytest.approx(1024 * int(peak.split()[1]), rel=0.1)

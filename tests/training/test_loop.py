@@ -6,11 +6,13 @@ import random
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from fastweights.training.engine import loop
 from fastweights.training.engine.diagnosis import Diverged
 from fastweights.training.engine.task import LossOutcome, Score
 from fastweights.training.runs.checkpoint import CheckpointError, load_weights
@@ -93,6 +95,44 @@ def test_minutes_end_a_stretch(tmp_path):
     result = run(tmp_path, minutes=0.0)
     assert (result.step, result.finished) == (1, False)
     assert run(tmp_path).finished
+
+
+class Timed(TinyTask):
+    """Takes 2 seconds for a batch and 100 for a validation, on a clock of its own."""
+
+    seconds = 0.0
+
+    def batch(self, index, rank, world):
+        self.seconds += 2
+        return super().batch(index, rank, world)
+
+    def validate(self, model):
+        self.seconds += 100
+        return super().validate(model)
+
+
+def run_timed(out, monkeypatch, **settings):
+    task = Timed()
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: task.seconds, time=time.time))
+    return run(out, task, **settings)
+
+
+def test_speed_is_that_of_training_alone(tmp_path, monkeypatch):
+    """24 tokens in 2 seconds, without the time of validations and whatever was learned before a stop."""
+    stopped = run_timed(tmp_path, monkeypatch, log_every=4, checkpoint_every=None, minutes=0.1)
+    assert (stopped.step, stopped.wall_s) == (3, 6.0)
+    finished = run_timed(tmp_path, monkeypatch, log_every=4, checkpoint_every=None)
+    assert finished.wall_s == 24 + 3 * 100
+    assert losses(tmp_path, name="tokens_per_s") == [(4, 12.0), (8, 12.0), (12, 12.0)]
+    assert losses(tmp_path, name="wall_s") == [(4, 8.0), (8, 116.0), (12, 224.0)]
+    assert losses(tmp_path, name="tokens") == [(4, 96), (8, 192), (12, 288)]
+
+
+def test_checkpoints_by_the_clock(tmp_path, monkeypatch):
+    changes = {"eval_every": None, "checkpoint_every": None, "checkpoint_minutes": 8 / 60, "keep": 9, "steps": 10}
+    run_timed(tmp_path, monkeypatch, **changes)
+    found = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert found == ["step-00000004", "step-00000008", "step-00000010"]
 
 
 def test_another_configuration_is_refused_by_name(tmp_path):
