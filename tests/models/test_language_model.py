@@ -215,6 +215,7 @@ def test_state_of_fast_weights_does_not_grow():
         sizes.add(state.nbytes)
     assert len(sizes) == 1
     assert state.numel == model.state_size() == 2 * 2 * 6 * 6
+    assert make("transformer").state_size() == 2 * 2 * 12  # keys and values of one token
 
 
 def test_files_of_another_kind_are_refused(tmp_path):

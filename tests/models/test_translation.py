@@ -128,6 +128,14 @@ def test_d_dot_is_that_of_appendix_e():
     assert built.decoder[0].attention.feature_map.dim == 256 and built.decoder[0].cross.feature_map.dim == 64
 
 
+def test_performer_estimates_the_kernel_of_softmax_with_orthogonal_features():
+    model = make("performer", redraw=False)
+    for layer in (model.encoder[0].attention, model.decoder[0].attention, model.decoder[0].cross):
+        phi = layer.feature_map
+        assert (phi.orthogonal, phi.scale, phi.redraws, phi.m) == (True, True, False, 4 * 4)
+    assert model.config.map_options("softmax") == model.config.map_options("linear") == {}
+
+
 def test_presets_have_the_sizes_of_the_paper():
     with torch.device("meta"):
         models = {name: TranslationModel(preset()) for name, preset in PRESETS.items()}

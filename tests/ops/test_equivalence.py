@@ -1,5 +1,6 @@
 """One law in many forms: how a sequence is cut, packed or padded changes nothing but speed."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastweights.ops.features import Features, MapFeatures
+from fastweights.ops.normalization import l2_normalize
 from fastweights.ops.rules import RULES
-from tests.ops.calls import NORMALIZATIONS, PAIRS, gradients, random_call, relative_error
+from tests.ops.calls import HERE, NORMALIZATIONS, PAIRS, gradients, random_call, relative_error
 
 shapes = st.fixed_dictionaries(
     {
@@ -20,6 +23,18 @@ shapes = st.fixed_dictionaries(
         "seed": st.integers(0, 1000),
     }
 )
+
+
+class FavorLike:
+    """A map that no kernel knows, of which queries may come up to a factor."""
+
+    kernel, dim = None, 6
+
+    def map(self, x):
+        return torch.cat([x.exp(), (-x[..., :2]).exp()], -1)
+
+    def scaled(self, x):
+        return 3 * self.map(x)
 
 
 def run_in_pieces(call, bounds, backend):
@@ -114,6 +129,33 @@ def test_padding_leaves_no_trace(rule, backend, normalization, side):
         y_row, *state_row = alone.run("reference")
         found = [y[row : row + 1][:, kept], *(s[row : row + 1] for s in state)]
         assert relative_error(found, [y_row, *state_row]) < 1e-12
+
+
+FEATURES = [
+    Features.named("elu", sum=True, logits=True),
+    Features.named("relu", logits=True),
+    Features.named("dpfp", nu=2, sum=True),
+    Features.named("none", logits=True),
+    MapFeatures(FavorLike(), l2_normalize, logits=True),
+]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=lambda f: f.describe(4) if isinstance(f, Features) else "other")
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("backend", [*HERE, "auto"])
+def test_raw_features_are_mapped_before_the_memory(backend, normalization, features):
+    """Whoever runs the call, and with padding and new texts too, it is the call on what the maps make of its inputs."""
+    call = random_call("gated_delta", normalization, 2, 9, 2, features.size(4), 3)
+    raw = [torch.randn(2, 9, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    gates = {name: gate.detach().requires_grad_() for name, gate in call.gates.items()}
+    phi = features.of if isinstance(features, Features) else lambda x: features.normalize(features.phi.map(x))
+    tokens = torch.arange(9).expand(2, 9)
+    for marks in ({}, {"mask": tokens < 7}, {"starts": tokens == 4}):
+        found = replace(call, q=raw[0], k=raw[1], gates=gates).run(backend, features=features, **marks)
+        opened = {name: gate.sigmoid() if features.logits else gate for name, gate in gates.items()}
+        expected = replace(call, q=phi(raw[0]), k=phi(raw[1]), gates=opened).run("reference", **marks)
+        leaves = [*raw, *gates.values()]
+        assert relative_error([*found, *gradients(found, leaves)], [*expected, *gradients(expected, leaves)]) < 1e-10
 
 
 def test_every_rule_is_covered():

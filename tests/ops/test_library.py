@@ -7,6 +7,7 @@ from torch.multiprocessing import spawn
 
 import fastweights as fw
 from fastweights.ops.chunked import OPERATOR
+from fastweights.ops.operator import number_of_chunks
 from tests.ops.calls import FAMILY, gradients, random_call, relative_error
 
 
@@ -107,6 +108,16 @@ def test_ddp_averages_the_gradients(tmp_path):
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
         assert relative_error(found, [p.grad for p in layer.parameters()]) < 1e-5
+
+
+def test_states_are_kept_for_as_many_chunks_as_there_can_be():
+    q = torch.empty(3, 9, 2, 4)
+    assert [number_of_chunks(q, chunk, None) for chunk in (2, 3, 4, 9, 10)] == [15, 9, 9, 3, 3]
+    # Where every sequence has a little more than whole chunks, the bound for packed ones is their number.
+    lengths, chunk = [5, 1, 9], 4
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    packed = number_of_chunks(torch.empty(1, sum(lengths), 2, 4), chunk, bounds)
+    assert packed == sum(-(-n // chunk) for n in lengths)
 
 
 def lazily_negated(x):

@@ -278,6 +278,16 @@ def test_the_table_holds_no_row_that_is_known_to_be_miscompiled():
         assert not miscompiled(config)
 
 
+def test_triton_can_compile_the_sizes_in_the_table():
+    """Tiles and warps are powers of two, and the tiles of a matrix product have at least 16 rows and columns."""
+    mapped = [configuration(D, 16, dtype, 999, 64, Features.named("elu")) for D in (16, 32, 64, 128) for dtype in TABLE]
+    for config in [*(row for *_, row in plain_rows()), *mapped]:
+        sizes = {name: value for name, value in vars(config).items() if name in ("chunk", "columns", "key_tile")}
+        warps = {name: value for name, value in vars(config).items() if name.endswith("_warps") or name == "lanes"}
+        assert all(value.bit_count() == 1 for value in (sizes | warps).values()), config
+        assert min(sizes.values()) >= 16 and max(warps.values()) <= 8, config
+
+
 def test_rows_for_some_calls_stand_where_others_stand():
     """Rows are looked through in the order of the table, to which these are joined; a new size would come too late."""
     for table in (MAPPED_ROWS, RECURRENT_ROWS):

@@ -60,8 +60,10 @@ def test_windows_of_the_log_are_means(tmp_path):
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):
-    first = run(tmp_path)
-    again = run(tmp_path)
+    console = quiet()
+    first = run(tmp_path, console=console)
+    again = run(tmp_path, console=console)
+    assert "resuming" not in console.file.getvalue()
     assert (again.step, again.finished, again.best) == (first.step, True, first.best)
     assert len(losses(tmp_path)) == 12
 
@@ -92,9 +94,10 @@ def test_signals_save_and_say_how_to_go_on(tmp_path, number, code):
 
 
 def test_minutes_end_a_stretch(tmp_path):
-    result = run(tmp_path, minutes=0.0)
+    result, console = run(tmp_path, minutes=0.0), quiet()
     assert (result.step, result.finished) == (1, False)
-    assert run(tmp_path).finished
+    assert run(tmp_path, console=console).finished
+    assert "resuming from step 1 of 12" in console.file.getvalue()
 
 
 class Timed(TinyTask):
