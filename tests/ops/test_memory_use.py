@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastweights.ops.chunked import chunk_length
+from fastweights.ops.gpu.memory.strides import addressable, common_strides, strides_of
 from fastweights.ops.gpu.memory.variants import SplitWalk, configuration
 from tests.ops.calls import random_call
 
@@ -46,6 +47,45 @@ def test_reference_saves_a_state_per_step():
 def test_nothing_is_kept_without_gradients():
     call = random_call("delta", None, 1, 256, 1, 8, 8)
     assert not call.run("chunked")[0].requires_grad
+
+
+def laid_out(*strides, shape=(2, 5, 3, 4)):
+    """A tensor without memory."""
+    return torch.empty_strided(shape, strides, device="meta")
+
+
+def test_kernels_read_inputs_where_they_lie():
+    """A copy is made only of features that are apart, of gaps between batches, and of what 32 bits cannot count."""
+    taken = {
+        "a part of a projection": laid_out(5 * 60, 60, 20, 1),
+        "heads before tokens": laid_out(5 * 4, 4, 40, 1),
+        "one token for all": laid_out(0, 0, 4, 1),
+        "one head for all": laid_out(20, 4, 0, 1),
+        "one token a batch": laid_out(99, 7, 4, 1, shape=(2, 1, 3, 4)),
+        "one batch": laid_out(7, 12, 4, 1, shape=(1, 5, 3, 4)),
+        "as far as 32 bits count": laid_out(5 * (2**24 - 1), 2**24 - 1, 2**29, 1),
+    }
+    for name, x in taken.items():
+        assert addressable(x) is x, name
+    copied = {
+        "features apart": laid_out(60, 12, 1, 3),
+        "a gap between batches": laid_out(72, 12, 4, 1),
+        "tokens too far apart": laid_out(5 * 2**24, 2**24, 4, 1),
+        "heads too far apart": laid_out(60, 12, 2**31 // 3 + 1, 1),
+    }
+    for name, x in copied.items():
+        assert addressable(x).is_contiguous(), name
+    assert strides_of(taken["one token a batch"], taken["one batch"]) == (99, 4, 12, 4)
+
+
+def test_gates_are_read_with_strides_in_common():
+    a, e, other = (laid_out(*strides, shape=(2, 5, 3)) for strides in ((60, 12, 4), (60, 12, 4), (15, 3, 1)))
+    assert common_strides((a, None, e)) == ((a, None, e), (12, 4))
+    assert common_strides((a, None, e), axis=0) == ((a, None, e), (60, 4))
+    for axis, strides in ((1, (3, 1)), (0, (15, 1))):
+        gates, found = common_strides((a, other, None), axis)
+        assert found == strides and gates[2] is None and gates[0].is_contiguous() and gates[1] is other
+    assert common_strides((None, None, None)) == ((None, None, None), (1, 1))
 
 
 class Peak(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastweights as fw
 from tests.ops.calls import PAIRS, random_call
@@ -103,6 +104,15 @@ def test_linear_attention_is_quadratic_attention_with_phi(phi, S):
     torch.testing.assert_close(fw.linear_attention(q, k, v, mask), expected)
     plain = fw.linear_attention(q, k, v, mask, normalization=None)
     torch.testing.assert_close(plain, torch.einsum("bhij,bjhm->bihm", weights, v))
+
+
+@pytest.mark.parametrize(("T", "S"), [(9, 2), (2, 9), (9, 14), (40, 50), (4, 4), (1, 60)])
+def test_linear_attention_takes_the_order_with_fewer_products(T, S):
+    D, M = 6, 4
+    q, k, v = torch.rand(2, T, 3, D), torch.rand(2, S, 3, D), torch.rand(2, S, 3, M)
+    with FlopCounterMode(display=False) as counter:
+        fw.linear_attention(q, k, v, normalization=None)
+    assert counter.get_total_flops() == 2 * 2 * 3 * min(T * S * D + T * S * M, S * D * M + T * D * M)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
