@@ -152,7 +152,8 @@ def test_predict_and_sample():
 
 def test_is_an_operator():
     layer, (hidden, targets) = make(dtype=torch.float32), tokens(9, dtype=torch.float32)
-    arguments = (hidden, layer.weight, layer.bias, layer.cluster_weight, layer.cluster_bias, targets, [*CUTOFFS], 100)
+    parameters = [layer.weight, layer.bias, layer.cluster_weight, layer.cluster_bias]
+    arguments = (hidden, parameters, targets, [*CUTOFFS], 100)
     torch.library.opcheck(torch.ops.fastweights.adaptive_nll.default, arguments)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     expected = with_gradients(layer(hidden, targets), hidden, layer)

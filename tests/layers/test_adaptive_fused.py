@@ -120,8 +120,8 @@ def test_very_large_logits():
 def test_as_a_custom_op():
     torch.use_deterministic_algorithms(False)
     layer, hidden = layer_of("fused"), torch.randn(5, D, dtype=torch.float64, requires_grad=True)
-    weights = (layer.weight, layer.bias, layer.cluster_weight, layer.cluster_bias)
-    arguments = (hidden, *weights, torch.tensor([0, 3, 4, 10, 22]), list(CUTOFFS), True)
+    weights = [layer.weight, layer.bias, layer.cluster_weight, layer.cluster_bias]
+    arguments = (hidden, weights, torch.tensor([0, 3, 4, 10, 22]), list(CUTOFFS), True)
     torch.library.opcheck(nll_and_kept, (*arguments, list(configuration(torch.float64, D))))
 
 
@@ -175,6 +175,6 @@ def test_compiles_for_hopper(monkeypatch, dtype, d, config):
 
     N, words, cutoffs = 24_576, 267_735, [20_000, 40_000, 200_000]
     weights = tensor(words, d), tensor(words), tensor(3, d), tensor(3)
-    _, kept = launch.forward(tensor(N, d, dtype=dtype), *weights, tensor(N, dtype=torch.int64), cutoffs, True, config)
+    _, kept = launch.forward(tensor(N, d, dtype=dtype), weights, tensor(N, dtype=torch.int64), cutoffs, True, config)
     launch.backward(tensor(N), kept, cutoffs, torch.float32, config)
     fits_hopper(calls, 4)

@@ -87,7 +87,7 @@ class AdaptiveSoftmax(nn.Module):
         if targets.dtype != torch.int64:
             raise TypeError(f"targets must be int64 word numbers, got {targets.dtype}")
         flat = in_autocast_dtype(hidden.reshape(-1, self.d_model))
-        inputs = (flat, self.weight, self.bias, *self._clusters(), targets.reshape(-1), list(self.cutoffs))
+        inputs = (flat, [self.weight, self.bias, *self._clusters()], targets.reshape(-1), list(self.cutoffs))
         if takes_kernels(self, flat, lambda: refuses(flat, self.weight)):
             nll = fused_nll(*inputs)
         elif is_transformed():

@@ -1,7 +1,8 @@
 """The adaptive softmax in plain PyTorch: any device, any dtype.
 
 N tokens, V words, C clusters, K entries of one softmax. Words below cutoffs[0] are the head's, the others are in
-clusters that begin at the cutoffs; the head's softmax has its words, then one entry per cluster.
+clusters that begin at the cutoffs; the head's softmax has its words, then one entry per cluster. Its `parameters` are
+the words' weight (V, d) and bias (V,), and those of the clusters, (C, d) and (C,).
 """
 
 from __future__ import annotations
@@ -19,20 +20,13 @@ from fastweights.common.transforms import refuse_tangent
 TILE_BYTES = 2**26
 
 
-def plain_nll(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    cluster_weight: Tensor,
-    cluster_bias: Tensor,
-    targets: Tensor,
-    cutoffs: Sequence[int],
-) -> Tensor:
+def plain_nll(hidden: Tensor, parameters: Sequence[Tensor], targets: Tensor, cutoffs: Sequence[int]) -> Tensor:
     """Compute -log p(target) (N,), at least float32; NaN where there is no such word.
 
     No shape depends on the targets and nothing is changed in place, so every transform of `torch.func` and forward mode
     go through it. The logits of all words exist at once.
     """
+    weight, bias, cluster_weight, cluster_bias = parameters
     head, *clusters = pairwise((0, *cutoffs, len(weight)))
     cluster = torch.zeros_like(targets)
     for low, _ in clusters:
@@ -95,16 +89,9 @@ class Part(NamedTuple):
         return zip(self.rows.split(count), self.entries.split(count), strict=True)
 
 
-def _parts(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    cluster_weight: Tensor,
-    cluster_bias: Tensor,
-    targets: Tensor,
-    cutoffs: Sequence[int],
-) -> Iterator[Part]:
-    """Yield the softmaxes that give each target its probability, with weights in the dtype of `hidden`."""
+def _parts(parameters: Sequence[Tensor], targets: Tensor, cutoffs: Sequence[int], dtype: torch.dtype) -> Iterator[Part]:
+    """Yield the softmaxes that give each target its probability, with weights in `dtype`."""
+    weight, bias, cluster_weight, cluster_bias = parameters
     bounds = [0, *cutoffs, len(weight)]
     # 0: below every word, 1: in the head, 2 and on: in the clusters, last: above every word. One transfer for all.
     place = torch.bucketize(targets, torch.tensor(bounds, device=targets.device), right=True)
@@ -116,31 +103,24 @@ def _parts(
     entries = torch.where(place == 1, targets, place + (size - 2))
     joint = (torch.cat([weight[:size], cluster_weight]), torch.cat([bias[:size], cluster_bias]))
     rows = torch.arange(len(targets), device=targets.device)
-    yield Part(0, rows, entries, joint[0].to(hidden.dtype), joint[1], slice(0, size))
+    yield Part(0, rows, entries, joint[0].to(dtype), joint[1], slice(0, size))
     groups = place.argsort(stable=True).split(counts)[2:-1]
     for (low, high), rows in zip(pairwise(bounds[1:]), groups, strict=True):
         if len(rows):
             words = slice(low, high)
-            yield Part(1, rows, targets[rows] - low, weight[words].to(hidden.dtype), bias[words], words)
+            yield Part(1, rows, targets[rows] - low, weight[words].to(dtype), bias[words], words)
 
 
 # How many tokens fall into each cluster is known only at run time, on the CPU: no CUDA graph can hold this.
 @torch.library.custom_op("fastweights::adaptive_nll", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def tiled_nll(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    cluster_weight: Tensor,
-    cluster_bias: Tensor,
-    targets: Tensor,
-    cutoffs: list[int],
-    tile_bytes: int,
+    hidden: Tensor, parameters: Sequence[Tensor], targets: Tensor, cutoffs: Sequence[int], tile_bytes: int
 ) -> tuple[Tensor, Tensor]:
     """Compute `plain_nll` (N,) in tiles of tokens, and the log-sum-exps (2, N) of head and cluster for the gradient."""
     with torch.autocast(hidden.device.type, enabled=False):
         nll = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         totals = nll.new_zeros(2, len(hidden))
-        for part in _parts(hidden, weight, bias, cluster_weight, cluster_bias, targets, cutoffs):
+        for part in _parts(parameters, targets, cutoffs, hidden.dtype):
             for rows, entries in part.tiles(tile_bytes):
                 losses, totals[part.level, rows] = tile_nll(hidden[rows], part.weight, part.bias, entries)
                 nll[rows] += losses
@@ -152,20 +132,17 @@ def tiled_nll_backward(
     grad: Tensor,
     totals: Tensor,
     hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    cluster_weight: Tensor,
-    cluster_bias: Tensor,
+    parameters: Sequence[Tensor],
     targets: Tensor,
-    cutoffs: list[int],
+    cutoffs: Sequence[int],
     tile_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     """Compute the gradients of hidden and the four parameters: each tile's logits are made again, used and dropped."""
-    inputs = (hidden, weight, bias, cluster_weight, cluster_bias)
+    inputs = (hidden, *parameters)
     with torch.autocast(hidden.device.type, enabled=False):
         grads = [x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
         d_hidden, d_weight, d_bias, d_cluster_weight, d_cluster_bias = grads
-        for part in _parts(*inputs, targets, cutoffs):
+        for part in _parts(parameters, targets, cutoffs, hidden.dtype):
             words = part.words.stop - part.words.start
             for rows, entries in part.tiles(tile_bytes):
                 h = hidden[rows]
@@ -177,7 +154,7 @@ def tiled_nll_backward(
                 _add_product(d_weight[part.words], d[:, :words].mT, h)
                 if part.level == 0:
                     _add_product(d_cluster_weight, d[:, words:].mT, h)
-        return tuple(d.to(x.dtype) for d, x in zip(grads, inputs, strict=True))  # type: ignore[return-value]
+        return [d.to(x.dtype) for d, x in zip(grads, inputs, strict=True)]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -189,25 +166,27 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 @tiled_nll.register_fake
-def _(hidden, weight, bias, cluster_weight, cluster_bias, targets, cutoffs, tile_bytes):  # type: ignore[no-untyped-def]
+def _(hidden, parameters, targets, cutoffs, tile_bytes):  # type: ignore[no-untyped-def]
     nll = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
     return nll, nll.new_empty(2, hidden.shape[0])
 
 
 @tiled_nll_backward.register_fake
-def _(grad, totals, hidden, weight, bias, cluster_weight, cluster_bias, targets, cutoffs, tile_bytes):  # type: ignore[no-untyped-def]
-    return tuple(x.new_empty(x.shape) for x in (hidden, weight, bias, cluster_weight, cluster_bias))
+def _(grad, totals, hidden, parameters, targets, cutoffs, tile_bytes):  # type: ignore[no-untyped-def]
+    return [x.new_empty(x.shape) for x in (hidden, *parameters)]
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, ctx.cutoffs, ctx.tile_bytes = inputs
-    ctx.save_for_backward(output[1], *tensors)
+    hidden, parameters, targets, ctx.cutoffs, ctx.tile_bytes = inputs
+    ctx.save_for_backward(output[1], hidden, *parameters, targets)
 
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     refuse_tangent(grad, "AdaptiveSoftmax")
-    grads = tiled_nll_backward(grad, *ctx.saved_tensors, ctx.cutoffs, ctx.tile_bytes)
-    return *grads, None, None, None
+    totals, hidden, *parameters, targets = ctx.saved_tensors
+    d_hidden, *grads = tiled_nll_backward(grad, totals, hidden, parameters, targets, ctx.cutoffs, ctx.tile_bytes)
+    # An empty list counts as one of tensors.
+    return d_hidden, grads, None, None if ctx.cutoffs else [], None
 
 
 tiled_nll.register_autograd(_backward, setup_context=_setup_context)

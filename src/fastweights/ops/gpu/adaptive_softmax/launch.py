@@ -33,15 +33,6 @@ class Kept(NamedTuple):
     starts: Tensor  # (S,) first token of each cluster, and the first that has no word
 
 
-class Gradients(NamedTuple):
-    """Gradients of the four parameters."""
-
-    weight: Tensor  # (V, d)
-    bias: Tensor  # (V,)
-    cluster_weight: Tensor  # (C, d)
-    cluster_bias: Tensor  # (C,)
-
-
 @cache
 def _kernels() -> ModuleType:
     from fastweights.ops.gpu.adaptive_softmax import kernels
@@ -98,10 +89,7 @@ def _accumulator(dtype: torch.dtype) -> Any:
 
 def forward(
     hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    cluster_weight: Tensor,
-    cluster_bias: Tensor,
+    parameters: Sequence[Tensor],
     targets: Tensor,
     cutoffs: Sequence[int],
     keep: bool,
@@ -109,6 +97,7 @@ def forward(
 ) -> tuple[Tensor, Kept]:
     """Compute -log p(target) (N,), NaN where there is no such word, and what its gradient needs if that is wanted."""
     kernels, hidden = _kernels(), hidden.contiguous()
+    weight, bias, cluster_weight, cluster_bias = parameters
     (N, d), V = hidden.shape, len(weight)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     ends, rows = _bounds(tuple(cutoffs), V, str(hidden.device))
@@ -152,8 +141,8 @@ def forward(
     return nll, kept
 
 
-def backward(grad: Tensor, kept: Kept, cutoffs: Sequence[int], dtype: torch.dtype, config: Config) -> Gradients:
-    """Compute the parameters' gradients in `dtype`: every program has rows of its own and visits their tokens."""
+def backward(grad: Tensor, kept: Kept, cutoffs: Sequence[int], dtype: torch.dtype, config: Config) -> list[Tensor]:
+    """Compute the gradients of the parameters in `dtype`: every program has rows of its own and visits their tokens."""
     x, C = kept.hidden, len(cutoffs)
     d, V = x.shape[1], len(kept.weight) - C
     head, *clusters = _sizes(cutoffs, V)
@@ -179,4 +168,4 @@ def backward(grad: Tensor, kept: Kept, cutoffs: Sequence[int], dtype: torch.dtyp
     head_weight, head_bias, words = head_weight.sum(0), head_bias.sum(0), head - C
     d_weight[:words].copy_(head_weight[:words])
     d_bias[:words].copy_(head_bias[:words])
-    return Gradients(d_weight, d_bias, head_weight[words:].to(dtype, copy=True), head_bias[words:].to(dtype, copy=True))
+    return [d_weight, d_bias, *(x[words:].to(dtype, copy=True) for x in (head_weight, head_bias))]

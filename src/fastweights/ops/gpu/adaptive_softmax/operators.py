@@ -14,65 +14,42 @@ from fastweights.ops.gpu.adaptive_softmax.self_check import refusal
 from fastweights.ops.gpu.adaptive_softmax.variants import Config, configuration
 
 
-def fused_nll(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    cluster_weight: Tensor,
-    cluster_bias: Tensor,
-    targets: Tensor,
-    cutoffs: list[int],
-) -> Tensor:
+def fused_nll(hidden: Tensor, parameters: Sequence[Tensor], targets: Tensor, cutoffs: Sequence[int]) -> Tensor:
     """Compute -log p(target) (N,) by kernels, NaN where there is no such word; `self_check.refuses` says for whom."""
-    inputs = (hidden, weight, bias, cluster_weight, cluster_bias)
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    nll, *_ = nll_and_kept(*inputs, targets, cutoffs, keep, list(configuration(hidden.dtype, hidden.shape[1])))
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, *parameters))
+    config = configuration(hidden.dtype, hidden.shape[1])
+    nll, *_ = nll_and_kept(hidden, parameters, targets, cutoffs, keep, list(config))
     return nll
 
 
 @torch.library.custom_op("fastweights::fused_nll", mutates_args=())
 def nll_and_kept(
     hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    cluster_weight: Tensor,
-    cluster_bias: Tensor,
+    parameters: Sequence[Tensor],
     targets: Tensor,
-    cutoffs: list[int],
+    cutoffs: Sequence[int],
     keep: bool,
     config: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute -log p(target) (N,) and the tensors of `Kept`, whose slope is empty without `keep`."""
-    if reason := refusal(hidden, weight):
+    if reason := refusal(hidden, parameters[0]):
         raise RuntimeError(f"{reason}; compile again with AdaptiveSoftmax.backend = 'dense'")
-    weights = (weight, bias, cluster_weight, cluster_bias)
-    nll, kept = launch.forward(hidden, *weights, targets, cutoffs, keep, Config(*config))
+    nll, kept = launch.forward(hidden, parameters, targets, cutoffs, keep, Config(*config))
     return nll, *kept
 
 
 @torch.library.custom_op("fastweights::fused_nll_backward", mutates_args=())
 def weight_gradients(
-    grad: Tensor,
-    slope: Tensor,
-    totals: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    order: Tensor,
-    entries: Tensor,
-    starts: Tensor,
-    cutoffs: list[int],
-    dtype: torch.dtype,
-    config: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad: Tensor, kept: Sequence[Tensor], cutoffs: Sequence[int], dtype: torch.dtype, config: Sequence[int]
+) -> list[Tensor]:
     """Compute the gradients of the four parameters in `dtype` from the tensors of `Kept`."""
-    kept = Kept(slope, totals, hidden, weight, bias, order, entries, starts)
-    return launch.backward(grad, kept, cutoffs, dtype, Config(*config))
+    return launch.backward(grad, Kept(*kept), cutoffs, dtype, Config(*config))
 
 
 @nll_and_kept.register_fake
-def _(hidden, weight, bias, cluster_weight, cluster_bias, targets, cutoffs, keep, config):  # type: ignore[no-untyped-def]
-    (N, d), rows, wide = hidden.shape, len(weight) + len(cutoffs), torch.promote_types(hidden.dtype, torch.float32)
+def _(hidden, parameters, targets, cutoffs, keep, config):  # type: ignore[no-untyped-def]
+    (N, d), rows = hidden.shape, len(parameters[0]) + len(cutoffs)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
     kept = Kept(
         slope=hidden.new_empty((N if keep else 0, d)),
         totals=hidden.new_empty((2, N), dtype=wide),
@@ -87,27 +64,29 @@ def _(hidden, weight, bias, cluster_weight, cluster_bias, targets, cutoffs, keep
 
 
 @weight_gradients.register_fake
-def _(grad, slope, totals, hidden, weight, bias, order, entries, starts, cutoffs, dtype, config):  # type: ignore[no-untyped-def]
-    C, (rows, d) = len(cutoffs), weight.shape
-    return tuple(grad.new_empty(shape, dtype=dtype) for shape in ((rows - C, d), (rows - C,), (C, d), (C,)))
+def _(grad, kept, cutoffs, dtype, config):  # type: ignore[no-untyped-def]
+    C, (rows, d) = len(cutoffs), Kept(*kept).weight.shape
+    return [grad.new_empty(shape, dtype=dtype) for shape in ((rows - C, d), (rows - C,), (C, d), (C,))]
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    _, weight, *_, ctx.cutoffs, _, ctx.config = inputs
-    ctx.dtype = weight.dtype
+    _, parameters, _, ctx.cutoffs, _, ctx.config = inputs
+    ctx.dtype = parameters[0].dtype
     ctx.save_for_backward(*output[1:])
     # Zeros for the gradients of what only this file reads would be written for nothing.
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
+    # An empty list counts as one of tensors.
+    others = (None, None if ctx.cutoffs else [], None, None)
     if grad is None:
-        return (None,) * 9
+        return None, [None] * 4, *others
     refuse_tangent(grad, "AdaptiveSoftmax")
     kept = Kept(*ctx.saved_tensors)
     d_hidden = (kept.slope * grad.unsqueeze(1)).to(kept.slope.dtype)
-    grads = weight_gradients(grad, *kept, ctx.cutoffs, ctx.dtype, ctx.config)
-    return d_hidden, *grads, None, None, None, None
+    grads = weight_gradients(grad, kept, ctx.cutoffs, ctx.dtype, ctx.config)
+    return d_hidden, grads, *others
 
 
 nll_and_kept.register_autograd(_backward, setup_context=_setup_context)

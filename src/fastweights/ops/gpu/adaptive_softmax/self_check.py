@@ -73,7 +73,7 @@ def compare(
     # Logits of size 1.
     C, scale = len(cutoffs), d**-0.5
     weights = (normal(words, d, scale=scale), normal(words), normal(C, d, scale=scale), normal(C))
-    inputs = (normal(tokens, d, dtype=dtype), *weights)
+    hidden = normal(tokens, d, dtype=dtype)
     if targets is None:
         bounds = torch.tensor([0, *cutoffs, words], device=device)
         softmax = torch.randint(C + 1, (tokens,), generator=generator, device=device)
@@ -81,14 +81,14 @@ def compare(
         targets = bounds[softmax] + (share * (bounds[softmax + 1] - bounds[softmax])).long()
     grad = normal(tokens, dtype=torch.promote_types(dtype, torch.float32))
     config = config or configuration(dtype, d)
-    nll, kept = launch.forward(*inputs, targets, cutoffs, True, config)
+    nll, kept = launch.forward(hidden, weights, targets, cutoffs, True, config)
     ours = [nll, kept.slope * grad.unsqueeze(1), *launch.backward(grad, kept, cutoffs, weight_dtype, config)]
     # The very numbers that the kernels multiply.
-    exact = [x.to(dtype).double() if x.dim() == 2 else x.double() for x in inputs]
+    exact = [x.to(dtype).double() if x.dim() == 2 else x.double() for x in (hidden, *weights)]
     with torch.enable_grad():
         for x in exact:
             x.requires_grad_()
-        want = plain_nll(*exact, targets, cutoffs)  # type: ignore[call-arg, arg-type]
+        want = plain_nll(exact[0], exact[1:], targets, cutoffs)
         # Of a number: the gradient of a tensor imports PyTorch's symbolic shapes, which takes longer than the rest.
         grads = torch.autograd.grad((want * grad).sum(), exact)
     names = ("nll", "hidden", "weight", "bias", "cluster_weight", "cluster_bias")
