@@ -77,9 +77,10 @@ def interruptible(message: str = "") -> Iterator[None]:
 def flat(command: Callable[..., None]) -> Callable[..., None]:
     """Turn each parameter of a command that is a dataclass into options of the command line, one for each field."""
     signature = inspect.signature(command, eval_str=True)
-    groups = {name: one.annotation for name, one in signature.parameters.items() if is_dataclass(one.annotation)}
+    every = signature.parameters.items()
+    groups: dict[str, Any] = {name: one.annotation for name, one in every if is_dataclass(one.annotation)}
     parameters: list[inspect.Parameter] = []
-    for name, parameter in signature.parameters.items():
+    for name, parameter in every:
         own = inspect.signature(groups[name], eval_str=True).parameters.values() if name in groups else (parameter,)
         parameters += (one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own)
 
