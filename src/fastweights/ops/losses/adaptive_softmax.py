@@ -127,22 +127,26 @@ def tiled_nll(
         return nll, totals
 
 
+# No list of tensors here: `vmap` over gradients takes such operators apart only if they have none.
 @torch.library.custom_op("fastweights::adaptive_nll_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def tiled_nll_backward(
     grad: Tensor,
     totals: Tensor,
     hidden: Tensor,
-    parameters: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor,
+    cluster_weight: Tensor,
+    cluster_bias: Tensor,
     targets: Tensor,
     cutoffs: Sequence[int],
     tile_bytes: int,
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of hidden and the four parameters: each tile's logits are made again, used and dropped."""
-    inputs = (hidden, *parameters)
+    inputs = (hidden, weight, bias, cluster_weight, cluster_bias)
     with torch.autocast(hidden.device.type, enabled=False):
         grads = [x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
         d_hidden, d_weight, d_bias, d_cluster_weight, d_cluster_bias = grads
-        for part in _parts(parameters, targets, cutoffs, hidden.dtype):
+        for part in _parts(inputs[1:], targets, cutoffs, hidden.dtype):
             words = part.words.stop - part.words.start
             for rows, entries in part.tiles(tile_bytes):
                 h = hidden[rows]
@@ -154,7 +158,7 @@ def tiled_nll_backward(
                 _add_product(d_weight[part.words], d[:, :words].mT, h)
                 if part.level == 0:
                     _add_product(d_cluster_weight, d[:, words:].mT, h)
-        return [d.to(x.dtype) for d, x in zip(grads, inputs, strict=True)]
+        return tuple(d.to(x.dtype) for d, x in zip(grads, inputs, strict=True))  # type: ignore[return-value]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -172,8 +176,8 @@ def _(hidden, parameters, targets, cutoffs, tile_bytes):  # type: ignore[no-unty
 
 
 @tiled_nll_backward.register_fake
-def _(grad, totals, hidden, parameters, targets, cutoffs, tile_bytes):  # type: ignore[no-untyped-def]
-    return [x.new_empty(x.shape) for x in (hidden, *parameters)]
+def _(grad, totals, *inputs):  # type: ignore[no-untyped-def]
+    return tuple(x.new_empty(x.shape) for x in inputs[:5])
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -183,8 +187,7 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     refuse_tangent(grad, "AdaptiveSoftmax")
-    totals, hidden, *parameters, targets = ctx.saved_tensors
-    d_hidden, *grads = tiled_nll_backward(grad, totals, hidden, parameters, targets, ctx.cutoffs, ctx.tile_bytes)
+    d_hidden, *grads = tiled_nll_backward(grad, *ctx.saved_tensors, ctx.cutoffs, ctx.tile_bytes)
     # An empty list counts as one of tensors.
     return d_hidden, grads, None, None if ctx.cutoffs else [], None
 

@@ -75,16 +75,13 @@ def _packed(words: Tensor, clusters: Tensor, cutoffs: Sequence[int], dtype: torc
     return rows
 
 
-def _constants(hidden: Tensor, cutoffs: Sequence[int]) -> dict[str, Any]:
-    """Return the compile-time arguments that all kernels take."""
-    d = hidden.shape[1]
-    return {"S": len(cutoffs) + 1, "D": d, "BLOCK_D": max(16, 1 << (d - 1).bit_length())}
-
-
-def _accumulator(dtype: torch.dtype) -> Any:
+def _options(hidden: Tensor, cutoffs: Sequence[int], **split: int) -> Any:
+    """Return what kernels are compiled for, to which `split` adds how they split the work."""
     import triton.language as tl
 
-    return tl.float64 if dtype == torch.float64 else tl.float32
+    d, acc = hidden.shape[1], tl.float64 if hidden.dtype == torch.float64 else tl.float32
+    sizes = {"S": len(cutoffs) + 1, "D": d, "block_D": max(16, 1 << (d - 1).bit_length())}
+    return _kernels().Options(**sizes, acc=acc, precision=PRECISION[hidden.dtype], **split)
 
 
 def forward(
@@ -117,31 +114,28 @@ def forward(
     slots = _slots(N, cutoffs, V, config)
     partial_totals = hidden.new_empty(slots, config.tile, dtype=wide)
     partial_means = hidden.new_empty(slots if keep else 0, config.tile, d)
-    constants = _constants(hidden, cutoffs)
-    split = {"TILE": config.tile, "STEP": config.step, "PARTS": config.parts, "LEAST": config.least}
-    split |= {**constants, "KEEP": keep, "ACC": _accumulator(hidden.dtype)}
+    split = {"tile": config.tile, "step": config.step, "parts": config.parts, "least": config.least}
+    options = _options(hidden, cutoffs, **split, keep=keep)
     with use_device_of(hidden):
         kernels.sort_tokens[(-(-N // 16),)](
-            *(hidden, order, words, ends, kept.hidden, kept.entries, N), **constants, TILE=16, num_warps=4
+            *(hidden, order, words, ends, kept.hidden, kept.entries, N), _options(hidden, cutoffs, tile=16), num_warps=4
         )
         kernels.partial_softmax[(slots,)](
-            *(kept.hidden, kept.weight, kept.bias, kept.starts, rows, partial_totals, partial_means, N),
-            **split,
-            PRECISION=PRECISION[hidden.dtype],
+            *(kept.hidden, kept.weight, kept.bias, kept.starts, rows, partial_totals, partial_means, N, options),
             num_warps=config.warps,
             num_stages=config.stages,
         )
         kernels.join_parts[(N,)](
             *(kept.hidden, kept.weight, kept.bias, order, words, kept.entries, kept.starts, rows),
-            *(partial_totals, partial_means, nll, kept.slope, kept.totals, N, V),
-            **split,
-            CHUNK=8,
+            *(partial_totals, partial_means, nll, kept.slope, kept.totals, N, V, options),
             num_warps=1,
         )
     return nll, kept
 
 
-def backward(grad: Tensor, kept: Kept, cutoffs: Sequence[int], dtype: torch.dtype, config: Config) -> list[Tensor]:
+def backward(
+    grad: Tensor, kept: Kept, cutoffs: Sequence[int], dtype: torch.dtype, config: Config
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of the parameters in `dtype`: every program has rows of its own and visits their tokens."""
     x, C = kept.hidden, len(cutoffs)
     d, V = x.shape[1], len(kept.weight) - C
@@ -152,20 +146,15 @@ def backward(grad: Tensor, kept: Kept, cutoffs: Sequence[int], dtype: torch.dtyp
     parts = max(1, min(config.parts // tiles, -(-len(x) // config.back_step)))
     wide = torch.promote_types(x.dtype, torch.float32)
     head_weight, head_bias = x.new_empty(parts, head, d, dtype=wide), x.new_empty(parts, head, dtype=wide)
+    options = _options(x, cutoffs, tile=config.back_tile, step=config.back_step, parts=parts)
     with use_device_of(x):
         _kernels().weight_gradient[(parts * tiles + sum(-(-size // config.back_tile) for size in clusters),)](
             *(x, kept.weight, kept.bias, kept.entries, kept.starts, rows, kept.totals),
-            *(grad.index_select(0, kept.order), head_weight, head_bias, d_weight, d_bias, len(x)),
-            **_constants(x, cutoffs),
-            TILE=config.back_tile,
-            STEP=config.back_step,
-            PARTS=parts,
-            ACC=_accumulator(x.dtype),
-            PRECISION=PRECISION[x.dtype],
+            *(grad.index_select(0, kept.order), head_weight, head_bias, d_weight, d_bias, len(x), options),
             num_warps=config.back_warps,
             num_stages=config.back_stages,
         )
     head_weight, head_bias, words = head_weight.sum(0), head_bias.sum(0), head - C
     d_weight[:words].copy_(head_weight[:words])
     d_bias[:words].copy_(head_bias[:words])
-    return [d_weight, d_bias, *(x[words:].to(dtype, copy=True) for x in (head_weight, head_bias))]
+    return d_weight, d_bias, head_weight[words:].to(dtype, copy=True), head_bias[words:].to(dtype, copy=True)

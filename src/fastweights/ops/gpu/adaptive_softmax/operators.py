@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,10 +41,22 @@ def nll_and_kept(
 
 @torch.library.custom_op("fastweights::fused_nll_backward", mutates_args=())
 def weight_gradients(
-    grad: Tensor, kept: Sequence[Tensor], cutoffs: Sequence[int], dtype: torch.dtype, config: Sequence[int]
-) -> list[Tensor]:
+    grad: Tensor,
+    slope: Tensor,
+    totals: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    order: Tensor,
+    entries: Tensor,
+    starts: Tensor,
+    cutoffs: Sequence[int],
+    dtype: torch.dtype,
+    config: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of the four parameters in `dtype` from the tensors of `Kept`."""
-    return launch.backward(grad, Kept(*kept), cutoffs, dtype, Config(*config))
+    kept = Kept(slope, totals, hidden, weight, bias, order, entries, starts)
+    return launch.backward(grad, kept, cutoffs, dtype, Config(*config))
 
 
 @nll_and_kept.register_fake
@@ -64,9 +77,10 @@ def _(hidden, parameters, targets, cutoffs, keep, config):  # type: ignore[no-un
 
 
 @weight_gradients.register_fake
-def _(grad, kept, cutoffs, dtype, config):  # type: ignore[no-untyped-def]
+def _(grad, *rest):  # type: ignore[no-untyped-def]
+    *kept, cutoffs, dtype, _ = rest
     C, (rows, d) = len(cutoffs), Kept(*kept).weight.shape
-    return [grad.new_empty(shape, dtype=dtype) for shape in ((rows - C, d), (rows - C,), (C, d), (C,))]
+    return tuple(grad.new_empty(shape, dtype=dtype) for shape in ((rows - C, d), (rows - C,), (C, d), (C,)))
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -79,14 +93,14 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
     # An empty list counts as one of tensors.
-    others = (None, None if ctx.cutoffs else [], None, None)
+    others: tuple[Any, ...] = (None, None if ctx.cutoffs else [], None, None)
     if grad is None:
         return None, [None] * 4, *others
     refuse_tangent(grad, "AdaptiveSoftmax")
     kept = Kept(*ctx.saved_tensors)
     d_hidden = (kept.slope * grad.unsqueeze(1)).to(kept.slope.dtype)
-    grads = weight_gradients(grad, kept, ctx.cutoffs, ctx.dtype, ctx.config)
-    return d_hidden, grads, *others
+    grads = weight_gradients(grad, *kept, ctx.cutoffs, ctx.dtype, ctx.config)
+    return d_hidden, list(grads), *others
 
 
 nll_and_kept.register_autograd(_backward, setup_context=_setup_context)
