@@ -121,7 +121,7 @@ def test_a_backend(clean):
         asked.append(spec)
         if spec.rule.name != "delta":
             return Refusal("it runs the delta rule only")
-        return family.executable(chunked.recurrence)
+        return family.executable(spec, chunked.recurrence)
 
     fw.register_backend(Backend("mine", "a test", mapping_first(prepare)), before="cpu")
     assert list(fw.list_backends()).index("mine") < list(fw.list_backends()).index("cpu")

@@ -16,7 +16,11 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def wants_gradients(*tensors: Tensor | None) -> bool:
     """Return whether a backward pass may come."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
 def _is_watched() -> bool:
@@ -48,7 +52,10 @@ def _is_batched(x: Tensor | None) -> bool:
 
 def batch_level(*grads: Tensor | None) -> int:
     """Return the level of the batch that `is_grads_batched` has hidden in gradients, 0 for none."""
-    batched = next((x for x in grads if _is_batched(x)), None)
+    batched = None
+    for x in grads:
+        if x is not None and torch._C._dispatch_keys(x).has(_BATCHED):
+            batched = x
     if batched is None:
         return 0
     for level in range(1, _MOST_LEVELS):

@@ -47,9 +47,24 @@ def outside(rule: Rule) -> str | None:
     return None
 
 
-def executable(*recurrences: Recurrence, most: int | None = None) -> Executable:
-    """Return what runs a call on the recurrences that `parts` lists, or on one that serves for all of them."""
-    return lambda inputs: run(inputs, *recurrences, most=most)
+def executable(spec: Spec, *recurrences: Recurrence, most: int | None = None) -> Executable:
+    """Return what runs calls of this spec on the recurrences that `parts` lists, or on one that serves for all."""
+    if spec.normalized or spec.starts is not None:
+        return lambda inputs: run(inputs, *recurrences, most=most)
+    rule, recurrence, logits, wide, dtype = (
+        spec.rule,
+        recurrences[0],
+        spec.features.logits,
+        spec.state_dtype,
+        spec.dtype,
+    )
+
+    def run_one(inputs: Inputs) -> tuple[Tensor, Tensor, None]:
+        a, e, w = coefficients_of(rule, inputs.gates, logits, wide)
+        y, W = recurrence(inputs.q, inputs.k, inputs.v, a, e, w, inputs.W, inputs.cu_seqlens, dtype)
+        return y, W, None
+
+    return run_one
 
 
 def run(inputs: Inputs, *recurrences: Recurrence, most: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -59,7 +74,7 @@ def run(inputs: Inputs, *recurrences: Recurrence, most: int | None = None) -> tu
     """
     first, second, third = recurrences if len(recurrences) == 3 else (recurrences[0], recurrences[-1], recurrences[-1])
     q, k, v, packed = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
-    logits, wide = inputs.features.description.logits, inputs.state_dtype
+    logits, wide = inputs.features.logits, inputs.state_dtype
     fading, e, w = coefficients_of(inputs.rule, inputs.gates, logits, wide)
     a = _with_starts(inputs, fading)
     if not inputs.normalized:
@@ -137,8 +152,7 @@ class _Logit:
 
 def coefficients(inputs: Inputs) -> Optional3:
     """Return a, e and w, or their logits where the gates are logits; one and the same tensor where two are one gate."""
-    logits = inputs.features.description.logits
-    a, e, w = coefficients_of(inputs.rule, inputs.gates, logits, inputs.state_dtype)
+    a, e, w = coefficients_of(inputs.rule, inputs.gates, inputs.features.logits, inputs.state_dtype)
     return _with_starts(inputs, a), e, w
 
 
@@ -160,7 +174,7 @@ def coefficients_of(rule: Rule, gates: dict[str, Tensor], logits: bool, wide: to
         a, e, w = (None if c is None else c.x for c in found)  # type: ignore[attr-defined]
         return a, e, w
     # The gates are small next to q, k and v, and 1 - beta has no digits to lose.
-    return rule.coefficients(**{name: gate.to(wide) for name, gate in gates.items()})
+    return rule.coefficients(**{name: x if x.dtype is wide else x.to(wide) for name, x in gates.items()})
 
 
 def takes_logits(rule: Rule) -> bool:

@@ -97,7 +97,7 @@ def fast_weight_memory(
     if cu_seqlens is not None:
         _check_bounds(cu_seqlens, q.shape[1])
     y, W, z = known(inputs)
-    return y.to(q.dtype), FastWeightState(W, z)
+    return y if y.dtype == q.dtype else y.to(q.dtype), FastWeightState(W, z)
 
 
 def _describe(inputs: Inputs) -> Spec | None:
@@ -111,7 +111,9 @@ def _describe(inputs: Inputs) -> Spec | None:
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
     """Under autocast q, k and v take its dtype, as the inputs of a matrix product do."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not torch._C._is_any_autocast_enabled() or not isinstance(first, Tensor):
+        return tensors
+    if not torch.is_autocast_enabled(first.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     floats = (torch.float32, torch.bfloat16, torch.float16)

@@ -39,8 +39,9 @@ class Operator:
         fake: what `forward` returns, for fake tensors.
         state_size: D, from q and the settings, where that is not the size of q.
         heads: which axis of each kept tensor counts heads.
-        eager: the same pair for eager calls, where they take other settings than the custom ops; its backward function
-            takes last whether the gradient of W is wanted, and W may be None for zeros.
+        eager: the same pair for eager calls, where they have settings of their own: `forward(inputs, W, cu_seqlens,
+            dtype, keep, *settings)`, with W None for zeros, and `backward(dy, dW, inputs, kept, cu_seqlens,
+            wants_state, *settings)`.
         for_custom_op: from what eager calls keep, and their settings, to those of the custom op.
         device_types: where `forward` runs, if not everywhere.
     """
@@ -74,28 +75,35 @@ class Operator:
         self.backward_op.register_vmap(lambda info, dims, *args: self._more_heads(info.batch_size, dims, args))
         self.op.register_autograd(self._custom_gradients, setup_context=_remember)
         self.state_size, self.takes_no_state = state_size, eager is not None
-        self.forward, backward_eagerly = eager or (forward, lambda *args: backward(*args[:-1]))
+        self.forward, backward_eagerly = eager or (
+            lambda inputs, *rest: forward(*inputs, *rest),
+            lambda dy, dW, inputs, kept, cu, _, *settings: backward(dy, dW, *inputs, *kept, cu, *settings),
+        )
         self.apply = self._eager_function(backward_eagerly, for_custom_op)
 
     def __call__(
         self,
         eager: bool,
         inputs: tuple[Tensor | None, ...],
+        W: Tensor | None,
         cu_seqlens: Tensor | None,
         dtype: torch.dtype,
         settings: tuple[Any, ...],
         eager_settings: tuple[Any, ...] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run it on (q, k, v, a, e, w, W), and return y and the final W; W may be None for zeros."""
-        keep = wants_gradients(*inputs)
-        if inputs[6] is None and not (eager and self.takes_no_state):
-            inputs = (*inputs[:6], self._zeros(inputs, cu_seqlens, settings))
+        """Run it on (q, k, v, a, e, w) and W, None for zeros, and return y and the final W."""
+        keep = wants_gradients(*inputs, W)
+        if W is None and not (eager and self.takes_no_state):
+            W = self._zeros(inputs, cu_seqlens, settings)
         if not eager:
-            y, W, *_ = self.op(*inputs, cu_seqlens, dtype, keep, *settings)
-            return y, W
-        mine = settings if eager_settings is None else eager_settings
-        y, W, *_ = (self.apply if keep else self.forward)(*inputs, cu_seqlens, dtype, keep, *mine)
-        return y, W
+            outputs = self.op(*inputs, W, cu_seqlens, dtype, keep, *settings)
+        else:
+            mine = settings if eager_settings is None else eager_settings
+            if keep:
+                outputs = self.apply(*inputs, W, cu_seqlens, dtype, *mine)
+            else:
+                outputs = self.forward(inputs, W, cu_seqlens, dtype, False, *mine)
+        return outputs[0], outputs[1]
 
     def _zeros(self, inputs: tuple[Any, ...], cu_seqlens: Tensor | None, settings: Sequence[Any]) -> Tensor:
         """Return an empty memory."""
@@ -110,7 +118,7 @@ class Operator:
         if dy is None:
             dy = saved[2].new_zeros(saved[2].shape, dtype=ctx.dtype)
         grads = self.backward_op(dy, dW, *tensors, cu_seqlens, *ctx.settings)
-        return _by_input(grads, tensors, ctx)
+        return _by_input(grads, tensors, ctx, 3)
 
     def _more_heads(self, n: int, dims: Sequence[int | None], args: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
         """Run n backward passes as one: heads have nothing to do with each other, so n calls are n times the heads.
@@ -136,19 +144,18 @@ class Operator:
         class Eager(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-                y, W_end, *kept = forward(*inputs)
-                *tensors, W, cu_seqlens, dtype, _ = inputs[:10]
+                tensors, (W, cu_seqlens, dtype), settings = inputs[:6], inputs[6:9], inputs[9:]
+                y, W_end, *kept = forward(tensors, W, cu_seqlens, dtype, True, *settings)
                 ctx.save_for_backward(*tensors, W if ctx.needs_input_grad[6] else None, cu_seqlens, *kept)
-                ctx.dtype, ctx.settings = dtype, inputs[10:]
+                ctx.dtype, ctx.settings = dtype, settings
                 # Zeros for the gradients of states nobody asked about would be written and read for nothing.
                 ctx.set_materialize_grads(False)
                 return y, W_end
 
             @staticmethod
             def backward(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> Gradients:
-                *tensors, W, cu_seqlens = ctx.saved_tensors[:8]
-                kept = list(ctx.saved_tensors[8:])
-                settings = ctx.settings
+                saved = ctx.saved_tensors
+                tensors, (W, cu_seqlens), kept, settings = saved[:6], saved[6:8], saved[8:], ctx.settings
                 if dy is None:
                     dy = tensors[2].new_zeros(tensors[2].shape, dtype=ctx.dtype)
                 if level := batch_level(dy, dW):
@@ -159,14 +166,14 @@ class Operator:
                     batched, dims = more_heads(n, (dim, dim_of_W), arguments)
                     grads = [torch._add_batch_dim(x, dim, level) for x, dim in zip(batched, dims, strict=True)]
                 elif is_eager_gradient(dy, dW):
-                    grads = backward(dy, dW, *tensors, *kept, cu_seqlens, *settings, ctx.needs_input_grad[6])
+                    grads = backward(dy, dW, tensors, kept, cu_seqlens, ctx.needs_input_grad[6], *settings)
                 else:
                     if W is not None:
                         # So that second derivatives see that the states depend on the initial one.
-                        kept[0] = kept[0] + W.flatten()[:0].sum().to(kept[0].dtype)
+                        kept = (kept[0] + W.flatten()[:0].sum().to(kept[0].dtype), *kept[1:])
                     kept, settings = for_custom_op(kept, settings)
                     grads = backward_op(dy, dW, *tensors, *kept, cu_seqlens, *settings)
-                return _by_input(grads, tensors, ctx)
+                return _by_input(grads, tensors, ctx, 2)
 
         # `Function.apply` first looks for torch.func, which `is_eager` has done.
         apply: Callable[..., Any] = super(torch.autograd.Function, Eager).apply
@@ -206,7 +213,7 @@ class ChunkedOperator(Operator):
     ) -> tuple[Tensor, Tensor]:
         """Compute the recurrence, as `ops.family.Recurrence` has it."""
         chunk = self.chunk_length(k.shape[-1], v.shape[-1])
-        return self(eager, (q, k, v, a, e, w, W), cu_seqlens, dtype, (chunk,))
+        return self(eager, (q, k, v, a, e, w), W, cu_seqlens, dtype, (chunk,))
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -216,8 +223,8 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     ctx.set_materialize_grads(False)
 
 
-def _by_input(grads: Sequence[Tensor | None], tensors: Sequence[Tensor | None], ctx: Any) -> Gradients:
-    """Return a gradient, or None, for each of q, k, v, a, e, w, W and what comes after."""
+def _by_input(grads: Sequence[Tensor | None], tensors: Sequence[Any], ctx: Any, more: int) -> Gradients:
+    """Return a gradient, or None, for each of q, k, v, a, e, w, W, `more` arguments and the settings."""
     left = iter(grads)
     tokens = [None if x is None else next(left) for x in tensors[:6]]
-    return *tokens, next(left) if ctx.needs_input_grad[6] else None, *[None] * (3 + len(ctx.settings))
+    return *tokens, next(left) if ctx.needs_input_grad[6] else None, *[None] * (more + len(ctx.settings))

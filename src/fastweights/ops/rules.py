@@ -146,7 +146,8 @@ def _unpickled(name: str, chosen: tuple[tuple[str, str], ...]) -> Rule:
 
 def update_rule(rule: str | Rule, **options: str) -> Rule:
     """Return the rule of that name with its options set: `update_rule("fwp1991", sigma="identity")`."""
-    base = rule if isinstance(rule, Rule) else look_up(RULES, rule, "rule")
+    known = RULES.get(rule) if isinstance(rule, str) else None
+    base = known or (rule if isinstance(rule, Rule) else look_up(RULES, rule, "rule"))
     if not options:
         return base
     for option, value in options.items():

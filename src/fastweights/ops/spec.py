@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from fastweights.ops.features import PLAIN, Features, MapFeatures
 from fastweights.ops.rules import Rule
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Inputs:
     """The tensors of one call.
 
@@ -113,18 +113,8 @@ class Inputs:
             )
 
 
-class Layout(NamedTuple):
-    """How a tensor lies in memory."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, x: Tensor) -> Layout:
-        """Describe x."""
-        return cls(x.shape, x.stride(), x.dtype, x.device)
+# Shape, dtype and device; of heads and gates the strides, too.
+Form = tuple[Any, ...]
 
 
 class Spec(NamedTuple):
@@ -132,18 +122,22 @@ class Spec(NamedTuple):
 
     `eager` says that nothing but autograd looks on, so that kernels may be called directly; otherwise whatever traces
     the call has to see custom operators. `transformed` says that torch.func or forward-mode differentiation is at work.
+    A spec is made at every call, so it is flat, and tensors are described by plain tuples.
     """
 
     rule: Rule
-    q: Layout
-    k: Layout
-    v: Layout
-    gates: tuple[tuple[str, Layout], ...]
-    W: Layout | None
-    z: Layout | None
-    cu_seqlens: Layout | None
-    mask: Layout | None
-    starts: Layout | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    k: Form
+    v: Form
+    gates: tuple[Form, ...]
+    W: Form | None
+    z: Form | None
+    cu_seqlens: Form | None
+    mask: Form | None
+    starts: Form | None
     normalized: bool
     features: Features
     D: int
@@ -155,64 +149,56 @@ class Spec(NamedTuple):
     @classmethod
     def of(cls, inputs: Inputs) -> Spec:
         """Describe a call."""
-        gates, state = inputs.gates, (inputs.W, inputs.z)
-        tensors = (inputs.q, inputs.k, inputs.v, *gates.values(), *state)
-        others = (inputs.cu_seqlens, inputs.mask, inputs.starts)
-        transformed = is_transformed()
+        q, k, v, W, z, gates = inputs.q, inputs.k, inputs.v, inputs.W, inputs.z, inputs.gates
+        bounds, mask, starts, features = inputs.cu_seqlens, inputs.mask, inputs.starts, inputs.features
+        tensors, transformed = (q, k, v, *gates.values(), W, z), is_transformed()
         return cls(
             inputs.rule,
-            Layout.of(inputs.q),
-            Layout.of(inputs.k),
-            Layout.of(inputs.v),
-            tuple([(name, Layout.of(gate)) for name, gate in gates.items()]),
-            None if inputs.W is None else Layout.of(inputs.W),
-            None if inputs.z is None else Layout.of(inputs.z),
-            None if inputs.cu_seqlens is None else Layout.of(inputs.cu_seqlens),
-            None if inputs.mask is None else Layout.of(inputs.mask),
-            None if inputs.starts is None else Layout.of(inputs.starts),
+            q.shape,
+            q.stride(),
+            q.dtype,
+            q.device,
+            (k.shape, k.dtype, k.device, k.stride()),
+            (v.shape, v.dtype, v.device, v.stride()),
+            tuple([(name, x.shape, x.dtype, x.device, x.stride()) for name, x in gates.items()]),
+            None if W is None else (W.shape, W.dtype, W.device),
+            None if z is None else (z.shape, z.dtype, z.device),
+            None if bounds is None else (bounds.shape, bounds.dtype, bounds.device),
+            None if mask is None else (mask.shape, mask.dtype, mask.device),
+            None if starts is None else (starts.shape, starts.dtype, starts.device),
             inputs.normalized,
-            inputs.features.description,
-            inputs.features.size(inputs.q.shape[3]),
+            features.description,
+            features.size(q.shape[3]),
             wants_gradients(*tensors),
             inputs.in_place,
-            not transformed and is_eager(*tensors, *others),
+            not transformed and is_eager(*tensors, bounds, mask, starts),
             transformed,
         )
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of q, k and v."""
-        return self.q.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self.q.device
-
-    @property
     def state_dtype(self) -> torch.dtype:
         """What state and sums are kept in: at least float32."""
-        return torch.promote_types(self.q.dtype, torch.float32)
+        return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def T(self) -> int:
         """Tokens of a sequence, or of all packed ones together."""
-        return self.q.shape[1]
+        return self.shape[1]
 
     @property
     def H(self) -> int:
         """Heads."""
-        return self.q.shape[2]
+        return self.shape[2]
 
     @property
     def M(self) -> int:
         """The size of a value."""
-        return self.v.shape[3]
+        return int(self.v[0][3])
 
     @property
     def N(self) -> int:
         """Sequences."""
-        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        return self.shape[0] if self.cu_seqlens is None else int(self.cu_seqlens[0][0]) - 1
 
     @property
     def packed(self) -> bool:
@@ -221,10 +207,8 @@ class Spec(NamedTuple):
 
     def mapped(self) -> Spec:
         """Describe the same call after `Inputs.mapped`, as far as a choice of kernels depends on it."""
-        shape = (*self.q.shape[:3], self.D)
-        mapped = self.v._replace(shape=shape, stride=())
-        gates = tuple([(name, gate._replace(dtype=self.state_dtype)) for name, gate in self.gates])
-        return self._replace(q=mapped, k=mapped, gates=gates, features=PLAIN)
+        shape = (*self.shape[:3], self.D)
+        return self._replace(shape=shape, stride=(), k=(shape, self.dtype, self.device, ()), features=PLAIN)
 
 
 # y (B, T, H, M), W (N, H, D, M) and, under attention normalisation, z (N, H, D).

@@ -10,7 +10,7 @@ def prepare(spec: Spec) -> Executable | Refusal:
     """Answer with the chunked recurrence for every rule of the family."""
     if reason := family.outside(spec.rule):
         return Refusal(reason)
-    return family.executable(partial(chunked.recurrence, eager=spec.eager))
+    return family.executable(spec, partial(chunked.recurrence, eager=spec.eager))
 
 
 BACKEND = Backend(

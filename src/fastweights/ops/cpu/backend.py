@@ -191,7 +191,7 @@ def prepare(spec: Spec) -> Executable | Refusal:
     if reason is None and spec.device.type != "cpu":
         reason = f"it runs on the CPU, the tensors are on {spec.device}"
     reason = reason or failure()
-    return Refusal(reason) if reason else family.executable(partial(recurrence, eager=spec.eager))
+    return Refusal(reason) if reason else family.executable(spec, partial(recurrence, eager=spec.eager))
 
 
 BACKEND = Backend(

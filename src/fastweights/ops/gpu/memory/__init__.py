@@ -37,7 +37,7 @@ def prepare(spec: Spec) -> Executable | Refusal:
         if isinstance(walk, Refusal):
             return walk
         walks.append(walk)
-    return family.executable(*walks, most=LARGEST_M)
+    return family.executable(spec, *walks, most=LARGEST_M)
 
 
 def _walk(spec: Spec, part: family.Part) -> Walk | Refusal:
@@ -45,7 +45,7 @@ def _walk(spec: Spec, part: family.Part) -> Walk | Refusal:
     by_token = may_go_by_token(part.decay, spec.H, spec.D, part.M)
     reason = None
     for variant in candidates(spec.D, part.M, part.dtype, spec.N * spec.H, spec.T, spec.features, by_token):
-        kind = Kind(part.dtype, spec.q.shape[3], *part[1:], spec.packed, variant, spec.features)
+        kind = Kind(part.dtype, spec.shape[3], *part[1:], spec.packed, variant, spec.features)
         reason = _unproven(kind, spec)
         if reason is None:
             return Walk(kind, spec.eager)

@@ -124,21 +124,28 @@ def _backward(
     return [dq, dk, dv, *(gate for gate in gates if gate is not None), dW]
 
 
-def _forward_eagerly(*arguments: Any) -> tuple[Tensor, ...]:
-    *inputs, W, cu_seqlens, dtype, keep, walk = arguments
+def _forward_eagerly(
+    inputs: tuple[Any, ...], W: Tensor | None, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool, walk: Walk
+) -> tuple[Tensor | None, ...]:
     return walk.forward(inputs, W, cu_seqlens, dtype, keep)
 
 
-def _backward_eagerly(dy: Tensor, dW: Tensor | None, *arguments: Any) -> list[Tensor | None]:
-    *tensors, cu_seqlens, walk, wants_state = arguments
-    dq, dk, dv, gates, dW = walk.backward(dy, dW, tensors[:6], tensors[6:], cu_seqlens, wants_state)
-    return [dq, dk, dv, *(gate for gate in gates if gate is not None), dW]
+def _backward_eagerly(
+    dy: Tensor,
+    dW: Tensor | None,
+    inputs: tuple[Any, ...],
+    kept: tuple[Any, ...],
+    cu_seqlens: Tensor | None,
+    wants_state: bool,
+    walk: Walk,
+) -> list[Tensor | None]:
+    dq, dk, dv, gates, dW = walk.backward(dy, dW, inputs, kept, cu_seqlens, wants_state)
+    return [dq, dk, dv, *[gate for gate in gates if gate is not None], dW]
 
 
-def _for_custom_op(kept: list[Tensor | None], settings: tuple[Walk]) -> tuple[list[Tensor | None], tuple[Any, ...]]:
-    states = kept[0]
-    assert states is not None
-    return [*kept[:3], states.new_empty(0) if kept[3] is None else kept[3]], settings[0].settings
+def _for_custom_op(kept: tuple[Any, ...], settings: tuple[Walk]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    transitions = kept[0].new_empty(0) if kept[3] is None else kept[3]
+    return (*kept[:3], transitions), settings[0].settings
 
 
 OPERATOR = Operator(
@@ -175,25 +182,26 @@ class Walk:
     ) -> tuple[Tensor, Tensor]:
         """Compute y and the final W, from raw keys, queries and gates where the kind has features."""
         # The delta rule erases and writes with one gate: one to read, and one gradient instead of two and their sum.
-        inputs = (q, k, v, a, e, None if self.kind.tied else w, W)
+        inputs = (q, k, v, a, e, None if self.kind.tied else w)
         # Kernels read bounds as a block of memory.
         bounds = None if cu_seqlens is None else cu_seqlens.contiguous()
-        return OPERATOR(self.eager, inputs, bounds, dtype, self.settings, (self,))
+        return OPERATOR(self.eager, inputs, W, bounds, dtype, self.settings, (self,))
 
     def forward(
         self, inputs: Sequence[Any], W: Tensor | None, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool
     ) -> tuple[Tensor | None, ...]:
         """Return y, the final W and what is kept: states, inverses, errors and the groups' transitions."""
+        if self.plan is not None:
+            return *self.plan.forward(inputs, W, cu_seqlens, keep), None
         q, k, v, *gates = inputs
         how = (dtype, torch.promote_types(q.dtype, torch.float32), self.kind.tied)
         if group_length(q.shape[1], cu_seqlens, self.kind.config):
             rest = (W, cu_seqlens, *how, keep, self.kind.config, self.kind.features)
             return _grouped().forward(q, k, v, tuple(gates), *rest)
-        if self.plan is None:
-            N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-            last = (self.kind.config, self.kind.features)
-            self.plan = _plan()(q, k, v, tuple(gates), N, cu_seqlens, *how, *last)
-            self.plan.compile_ahead(keep)
+        N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+        last = (self.kind.config, self.kind.features)
+        self.plan = _plan()(q, k, v, tuple(gates), N, cu_seqlens, *how, *last)
+        self.plan.compile_ahead(keep)
         return *self.plan.forward(inputs, W, cu_seqlens, keep), None
 
     def backward(

@@ -87,7 +87,7 @@ class StepKind(NamedTuple):
     def of(cls, spec: Spec) -> StepKind:
         """Return the kind that a call needs."""
         there = family.coefficients_there(spec)
-        return cls(spec.dtype, spec.q.shape[3], spec.M, *there, spec.normalized, spec.features)
+        return cls(spec.dtype, spec.shape[3], spec.M, *there, spec.normalized, spec.features)
 
     def __str__(self) -> str:
         named = {"decay": self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
