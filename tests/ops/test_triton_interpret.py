@@ -297,44 +297,6 @@ def test_a_decay_of_any_sign():
 
 
 @inside
-@pytest.mark.parametrize("name", ["k", "v", "q", "e"])
-@pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
-def test_nan_ends_where_a_decay_of_zero_empties_the_memory(kernels, name):
-    """And reaches no other row or head, nor an earlier chunk; backwards likewise."""
-    torch.manual_seed(0)
-    shapes = {"q": (2, 52, 2, 8), "k": (2, 52, 2, 8), "v": (2, 52, 2, 8), "a": (2, 52, 2), "e": (2, 52, 2)}
-    clean = {x: 0.1 + 0.8 * torch.rand(shape, dtype=torch.float64) for x, shape in shapes.items()}
-    clean["k"] = clean["k"] / clean["k"].norm(dim=-1, keepdim=True)
-    clean["a"][0, 33] = 0.0
-    weights = torch.randn(2, 52, 2, 8, dtype=torch.float64)
-
-    def everything(token=None):
-        inputs = {x: tensor.clone() for x, tensor in clean.items()}
-        if token is not None:
-            inputs[name][0, token, 1] = float("nan")
-        q, k, v, a, e = (x.requires_grad_() for x in inputs.values())
-        W = torch.zeros(2, 2, 8, 8, dtype=torch.float64)
-        y, W_end = recurrence(q, k, v, a, e, e, W, None, q.dtype, config=kernels)
-        loss = (y * weights).sum() + W_end.square().sum()
-        return [y, *torch.autograd.grad(loss, (q, k, v, e, a))], W_end
-
-    want, W_want = everything()
-    for token, outputs_stay, gradients_stay in ((20, (0, 16), (33, 52)), (50, (0, 48), (0, 33))):
-        ours, W_ours = everything(token)
-        assert ours[0][0, token, 1].isnan().any()
-        y, *gradients = zip(ours, want, strict=True)
-        for x, exact in (y, *gradients):
-            assert torch.equal(x[1], exact[1]) and torch.equal(x[0, :, 0], exact[0, :, 0])
-        for first, last in (outputs_stay, (33, 52)) if token == 20 else (outputs_stay,):
-            assert torch.equal(y[0][0, first:last, 1], y[1][0, first:last, 1])
-        if token == 20:
-            assert torch.equal(W_ours, W_want)
-        # The gradient of the decay at which the memory was emptied depends on what it held.
-        for x, exact in gradients[:-1]:
-            assert torch.equal(x[0, slice(*gradients_stay), 1], exact[0, slice(*gradients_stay), 1])
-
-
-@inside
 def test_strides():
     """Slices of one projection, and a gradient that is one number expanded."""
     whole = torch.randn(2, 20, 2, 3, 16, dtype=torch.float64)

@@ -20,8 +20,6 @@ from fastweights.ops.gpu.memory.kernels.maps import gate_slope, load_features, l
 from fastweights.ops.gpu.memory.kernels.tiles import (
     at_or_above,
     dot,
-    faded,
-    finite_where_emptied,
     load_again,
     load_both,
     load_by_product,
@@ -177,6 +175,7 @@ def walk_backward(
 
         scores = dot(q_left, k_t, o)
         reach = scores
+        du = dot(dW_t, k_t, o)
         if o.decay:
             a_ = load_gate(a + gate, rows, left, gate_token, 1.0, o)
             fade = tl.associative_scan(a_, 0, multiply)
@@ -184,10 +183,6 @@ def walk_backward(
             remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
             last = tl.sum(tl.where(rows == C - 1, fade, 0.0), 0)
             reach = reach_of(a_, C)
-            dW_t, taint = finite_where_emptied(dW_t, last)
-            tainted = tl.where(remain == 0.0, 0.0, taint)
-        du = dot(dW_t, k_t, o)
-        if o.decay:
             du *= remain[None, :]
             scores *= reach
         elif C == 64:
@@ -201,9 +196,6 @@ def walk_backward(
         if o.erase:
             du += dot(du * (erase * -1.0)[None, :], Z, o)
             drest = du * erase[None, :]
-        if o.decay:
-            du += tainted[None, :]
-            drest += tainted[None, :]
         dv_at = dv + token * o.H * o.M + head * o.M
         if not o.only_state:
             if o.tied:
@@ -235,8 +227,6 @@ def walk_backward(
             dq_t, dk_, recalled, read, kept = key_gradients(
                 q_, q_t, k_, k_t_left, W, dW_t, u, dy_t_right, rounded, erase, dscores, dkeys, fade, remain, DIAGONAL, o
             )
-            if o.decay:
-                dk_ += tainted[:, None]
             key_at = gate_out * o.R
             store_key_gradients(
                 dq + key_at, dk + key_at, dq_t, dk_, q_scale, q_at, k_at, q_raw, k_raw,
@@ -258,17 +248,14 @@ def walk_backward(
                 da_ = decay_gradient(dreach, kept, dfade, reach, a_before, o)
                 store_gate_gradient(da + gate_out, da_, a_slope, rows, left, o.H)
         elif not o.only_state:
-            if o.decay:
-                tl.store(dstates + here, (dW_t + taint).to(dstates.dtype.element_ty), in_state)
-            else:
-                tl.store(dstates + here, dW_t.to(dstates.dtype.element_ty), in_state)
+            tl.store(dstates + here, dW_t.to(dstates.dtype.element_ty), in_state)
             if o.separate:
                 store_columns(dright + token * o.H * o.M + head * o.M, du, rows, left, m, o.H * o.M, o.M)
 
         if o.decay:
             dW_t *= last
-            dy_t = faded(dy_t.to(o.acc), fade[None, :])
-            drest = faded(drest, fade[None, :])
+            dy_t = dy_t.to(o.acc) * fade[None, :]
+            drest *= fade[None, :]
         dW_t += dot(dy_t, q_, o)
         if o.erase:
             dW_t -= dot(drest, k_, o)

@@ -2,9 +2,6 @@
 """The forward walk: one program takes one sequence, one head and some value columns through all chunks.
 
 Without `o.read` it only carries the state along: nothing is read with q, and y is not written.
-
-What is NaN or infinite at one token reaches no other row or head and no earlier chunk, and a state that is ends where a
-decay is 0. Inside its own chunk it may reach every token, also past a decay of 0: products take all of a chunk at once.
 """
 
 import triton
@@ -14,8 +11,6 @@ from fastweights.ops.gpu.memory.kernels.maps import load_features
 from fastweights.ops.gpu.memory.kernels.tiles import (
     at_or_above,
     dot,
-    faded,
-    finite_where_emptied,
     load_again,
     load_by_product,
     load_gate,
@@ -110,22 +105,19 @@ def walk_forward(
         else:
             u = load_transposed(v, rows, left, m, v_token, o.M, o.both_ways).to(o.acc)
         k_left = load_again(k_, k, rows, left, d, k_token, 1, o.D, AGAIN)
+        if o.read:
+            _, q_t = load_features(q, rows, left, d, q_token, o)
+            scores = tl.where(s <= t, dot(k_left, q_t, o), 0.0)
+            read = dot(W_t, q_t, o)
         if o.decay:
             a_ = load_gate(a + gate, rows, left, gate_token, 1.0, o)
             a_next = load_gate(a + gate + gate_token, rows, tl.minimum(left, C) - 1, gate_token, 1.0, o)
             fade = tl.associative_scan(a_, 0, multiply)
             remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
             reach = reach_transposed(a_, C)
-            last = tl.sum(tl.where(rows == C - 1, fade, 0.0), 0)
-            W_t, taint = finite_where_emptied(W_t, last)
-            tainted = tl.where(fade == 0.0, 0.0, taint)[None, :]
-        if o.read:
-            _, q_t = load_features(q, rows, left, d, q_token, o)
-            scores = tl.where(s <= t, dot(k_left, q_t, o), 0.0)
-            read = dot(W_t, q_t, o)
-            if o.decay:
+            if o.read:
                 scores *= reach
-                read = read * fade[None, :] + tainted
+                read *= fade[None, :]
         if o.write:
             u *= load_gate(w + gate, rows, left, gate_token, 0.0, o)[None, :]
         if o.erase:
@@ -152,8 +144,6 @@ def walk_forward(
                 error += dot(error * minus[None, :] - u, Z, o)
                 u += error * e_[None, :]
             if o.read:
-                if o.decay:
-                    error += tainted
                 store_columns(errors, error, rows, tl.where(keep != 0, left, 0), m, o.H * o.M, o.M)
                 errors += C * o.H * o.M
 
@@ -161,8 +151,8 @@ def walk_forward(
             out = read + dot(u, scores, o)
             store_columns(y, out, rows, left, m, o.H * o.M, o.M)
         if o.decay:
-            u = faded(u, remain[None, :])
-            W_t *= last
+            u *= remain[None, :]
+            W_t *= tl.sum(tl.where(rows == C - 1, fade, 0.0), 0)
         W_t += dot(u, k_, o)
 
         q += C * q_token

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fastweights.ops.gpu.memory.kernels.maps import raw_gradient
-from fastweights.ops.gpu.memory.kernels.tiles import dot, faded, multiply, product, store_columns, store_rows
+from fastweights.ops.gpu.memory.kernels.tiles import dot, multiply, product, store_columns, store_rows
 
 
 @triton.jit
@@ -51,10 +51,10 @@ def score_gradients(
     if o.decay:
         reach_t = tl.trans(reach)
         dreach = dscores * scores
-        dscores = faded(dscores, reach_t)
+        dscores *= reach_t
         if o.erase:
             dreach -= dkeys * keys
-            dkeys = faded(dkeys, reach_t)
+            dkeys *= reach_t
     else:
         dscores = tl.where(s <= t, dscores, 0.0)
     return dscores, dkeys, dreach, de
@@ -88,14 +88,14 @@ def key_gradients(
     read = fade
     if o.decay:
         read = tl.sum(dq * q_t.to(dq.dtype), 0)
-        dq = faded(dq, fade[None, :])
+        dq *= fade[None, :]
     dq += dot(k_t, dscores, o)
 
     dk = dot(u, dW_t, o)
     kept = remain
     if o.decay:
         kept = tl.sum(dk * k.to(dk.dtype), 1)
-        dk = faded(dk, remain[:, None])
+        dk *= remain[:, None]
     dk += dot(dscores, q, o)
     recalled = tl.zeros_like(fade)
     if o.erase:
@@ -104,7 +104,7 @@ def key_gradients(
             less *= erase[None, :]
         if o.decay:
             recalled = tl.sum(less * k_t.to(less.dtype), 0)
-            less = faded(less, fade[None, :])
+            less *= fade[None, :]
         less += dot(k_t, dkeys, o)
         dk = dk - dot(dkeys, k, o) - tl.trans(less)
     return dq, dk, recalled, read, kept

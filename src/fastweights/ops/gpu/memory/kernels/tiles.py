@@ -195,26 +195,6 @@ def reach_transposed(a, C: tl.constexpr):
 
 
 @triton.jit
-def faded(x, factor):
-    """x times a product of decays, and 0 where that is 0: a memory that was emptied is empty, whatever it held."""
-    return tl.where(factor == 0.0, 0.0, x * factor)
-
-
-@triton.jit
-def finite_where_emptied(W, last):
-    """W as it is, and 0; but where the chunk empties the memory (`last` is 0) and W is not finite, what is, and NaN.
-
-    Products over a chunk would hand what is not finite on to tokens that come after the memory is emptied, as 0 · NaN.
-    Without it they are right for those tokens; the others get the NaN afterwards.
-    """
-    taint = tl.zeros((), W.dtype)
-    if last == 0.0:
-        taint = tl.sum(tl.sum(W - W, 1), 0)
-        W = tl.where(W - W == 0.0, W, 0.0)
-    return W, taint
-
-
-@triton.jit
 def resolvent(A, e, o: tl.constexpr):
     """Z = A (I + diag(e) A)^-1 = (I + A diag(e))^-1 A for a strictly upper triangular A (C, C), by doubling blocks.
 
