@@ -10,8 +10,11 @@ import pytest
 import torch
 
 import fastweights as fw
+from fastweights.ops import reference
 from fastweights.ops.features import PLAIN, Features
+from fastweights.ops.gpu.memory.containment import contain
 from fastweights.ops.rules import RULES
+from fastweights.ops.spec import Inputs
 from tests.ops.calls import FAMILY, HERE, NORMALIZATIONS, gradients, random_call
 
 # Backends that are held to what `reference` shows; each is compared with itself.
@@ -166,3 +169,34 @@ def test_padding_of_attention_without_direction(normalization, dtype):
         y = fw.linear_attention(*inputs, mask, normalization=normalization)
         results.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("rule", ["sum", "gated_delta"])
+def test_texts_are_contained_on_a_gpu(rule, normalization, packed):
+    """What the kernels are wrapped in marks the tokens and states that the plain loop spoils, and no others."""
+    call = random_call(rule, normalization, 1 if packed else B, T, H, 4, 3, torch.float32)
+    starts = torch.zeros(1 if packed else B, T, dtype=torch.bool)
+    starts[:, [0, 12, 26] if packed else [8, 26]] = True
+    bounds = torch.tensor([0, 8, 8, 26, 30, T]) if packed else None
+    if packed:
+        call.state = random_call(rule, normalization, 5, 1, H, 4, 3, torch.float32, seed=3).state
+    call.k[0, 20, 1, 2] = call.v[0, 9, 0, 1] = call.q[0, 2, 1, 0] = float("nan")
+    for state in call.state:
+        state[0, 1] = float("inf")
+        if packed:
+            state[1:4, 0] = float("nan")
+    call.k[-1, 38, 0] = float("nan")
+    inputs = Inputs(RULES[rule], call.q, call.k, call.v, call.gates, *call.state, cu_seqlens=bounds, starts=starts)
+
+    def run(clean):
+        assert all(x.isfinite().all() for x in (clean.q, clean.k, clean.v, clean.W, *clean.gates.values()))
+        return reference.run(clean)
+
+    found = [x for x in contain(run)(inputs) if x is not None]
+    for ours, want in zip(found, [x for x in reference.run(inputs) if x is not None], strict=True):
+        lost = ~want.isfinite().flatten(3 if ours is found[0] else 2).all(-1)
+        assert lost.any() and not lost.all()
+        assert torch.equal(lost, ~ours.isfinite().flatten(3 if ours is found[0] else 2).all(-1))
+        assert torch.equal(ours[~lost], want[~lost])

@@ -29,7 +29,7 @@ from fastweights.ops.gpu.memory.variants import (
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.rules import RULES
 from fastweights.ops.spec import Inputs
-from tests.ops.calls import FAMILY, refusal
+from tests.ops.calls import FAMILY, random_call, refusal
 from tests.ops.interpreted import INTERPRETED, altered, as_fused, inside, outside, poisoned, recurrence, rerun  # noqa: F401
 
 pytest.importorskip("triton")
@@ -443,3 +443,26 @@ def test_keys_that_come_mapped_and_are_still_to_be_divided_by_their_sum(T):
         fast_weight_memory(q, k, v, rule="sum", features=features, backend=b) for b in ("triton", "reference")
     )
     torch.testing.assert_close(ours[0], want[0])
+
+
+@inside
+@pytest.mark.parametrize("normalization", [None, "attention"])
+@pytest.mark.parametrize("rule", ["delta", "gated_delta"])
+def test_what_is_not_finite_stays_in_its_row_head_text_and_mask(rule, normalization):
+    """In the very chunk of the token, and in later ones: other rows, other heads, texts that start after it."""
+    T, token = 40, 9
+    call = random_call(rule, normalization, 2, T, 2, 8, 8)
+    starts, mask = torch.zeros(2, T, dtype=torch.bool), torch.ones(2, T, dtype=torch.bool)
+    starts[0, 12], mask[1, 20] = True, False
+    clean = call.run("triton", starts=starts, mask=mask)
+    for tensor in (call.q, call.k, call.v, *call.gates.values()):
+        tensor[1, 20] = float("nan")
+        tensor[0, token, 1] = float("nan")
+    found = call.run("triton", starts=starts, mask=mask)
+    y, want = found[0], clean[0]
+    assert y[0, token, 1].isnan().all()
+    assert torch.equal(y[1], want[1])
+    assert torch.equal(y[0, :, 0], want[0, :, 0])
+    assert torch.equal(y[0, 12:], want[0, 12:])
+    for ours, theirs in zip(found[1:], clean[1:], strict=True):
+        assert torch.equal(ours, theirs)

@@ -40,14 +40,14 @@ def forward(
         return y, W_end, before
     q, *written = tokens
     time = _Timeline(q, tokens[3], cu_seqlens)
-    W_spoilt = time.place(time.starts, _states_spoilt(W)[time.filled])
-    spoilt = _spoilt(*written) | W_spoilt & ~time.emptied
+    W_spoilt = time.place(time.starts, spoilt_states(W)[time.filled])
+    spoilt = spoilt_tokens(*written) | W_spoilt & ~time.emptied
     while True:
         depends = time.reached_from(spoilt)
-        unread = depends | _spoilt(q)
+        unread = depends | spoilt_tokens(q)
         clean = (_fill(q, unread), *(None if x is None else _fill(x, depends) for x in written))
         y_clean, W_clean, before_clean, finite = run(clean, _finite(W), cu_seqlens, *settings)
-        overflow = _spoilt(y_clean) & ~unread
+        overflow = spoilt_tokens(y_clean) & ~unread
         if finite or not overflow.any():
             break
         # Finite inputs overflow. The first token of a sequence that does may be why others do: it alone is left out.
@@ -87,22 +87,22 @@ def backward(
     q, k, v, a, e, w = tokens
     time = _Timeline(q, a, cu_seqlens)
     chunks = _index(chunk_starts())
-    state_spoilt = time.place(chunks, _states_spoilt(before[: len(chunks[0])]))
+    state_spoilt = time.place(chunks, spoilt_states(before[: len(chunks[0])]))
     # Tokens whose memory, after or before them, depends on what is not finite.
-    after = time.reached_from(_spoilt(k, v, a, e, w) | state_spoilt & ~time.emptied)
+    after = time.reached_from(spoilt_tokens(k, v, a, e, w) | state_spoilt & ~time.emptied)
     earlier = time.previous(after) | state_spoilt
     # And those for which the gradient of the memory does: what they read, or what a later token makes of the memory.
-    erased = time.tokens if e is None else _spoilt(k, e)
-    passed = (erased if a is None else erased | _spoilt(a)) & ~time.emptied
-    end_spoilt = False if dW is None else _states_spoilt(dW)[time.filled]
-    later = time.reached_backwards_from(_spoilt(q, dy) | time.place(time.ends, end_spoilt) | time.next(passed))
+    erased = time.tokens if e is None else spoilt_tokens(k, e)
+    passed = (erased if a is None else erased | spoilt_tokens(a)) & ~time.emptied
+    end_spoilt = False if dW is None else spoilt_states(dW)[time.filled]
+    later = time.reached_backwards_from(spoilt_tokens(q, dy) | time.place(time.ends, end_spoilt) | time.next(passed))
     depends = {
-        "q": after | _spoilt(dy),
+        "q": after | spoilt_tokens(dy),
         "k": after | later,
-        "v": later | _spoilt(k, w),
+        "v": later | spoilt_tokens(k, w),
         "a": earlier | later | erased,
-        "e": earlier & ~time.emptied | later | _spoilt(k, a),
-        "w": later | _spoilt(k, v),
+        "e": earlier & ~time.emptied | later | spoilt_tokens(k, a),
+        "w": later | spoilt_tokens(k, v),
     }
     start_depends = before.new_ones(grads[-1].shape[:2], dtype=torch.bool)
     start_depends[time.filled] = (passed | later & ~time.emptied)[time.starts]
@@ -142,18 +142,18 @@ class _Timeline:
 
     def reached_from(self, x: Tensor) -> Tensor:
         """Return where the memory after a token depends on a token in x."""
-        return _reached(x, self.first | self.emptied)
+        return reached(x, self.first | self.emptied)
 
     def reached_backwards_from(self, x: Tensor) -> Tensor:
         """Return where the memory of a token in x depends on the memory after a token."""
-        return _reached(x.flip(1), (self.first | self.emptied).roll(-1, 1).flip(1)).flip(1)
+        return reached(x.flip(1), (self.first | self.emptied).roll(-1, 1).flip(1)).flip(1)
 
     def anywhere_before(self, x: Tensor) -> Tensor:
         """Return where an earlier token of the sequence is in x."""
-        return self.previous(_reached(x, self.first))
+        return self.previous(reached(x, self.first))
 
 
-def _reached(x: Tensor, walls: Tensor) -> Tensor:
+def reached(x: Tensor, walls: Tensor) -> Tensor:
     """Return where, at a token or before it, there is one in x with no wall after it up to that token."""
     time = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
     return (x * time).cummax(1).values >= (walls * time).cummax(1).values.clamp(min=1)
@@ -163,13 +163,13 @@ def _index(positions: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
     return [row for row, _ in positions], [t for _, t in positions]
 
 
-def _spoilt(*tensors: Tensor | None) -> Tensor:
+def spoilt_tokens(*tensors: Tensor | None) -> Tensor:
     """Return the tokens (B, T, H) at which any of these (B, T, H) or (B, T, H, ·) is not finite."""
     there = [~x.isfinite() for x in tensors if x is not None]
     return torch.stack([x if x.dim() == 3 else x.any(-1) for x in there]).any(0)
 
 
-def _states_spoilt(W: Tensor) -> Tensor:
+def spoilt_states(W: Tensor) -> Tensor:
     """Return the states (·, H) of W (·, H, D, M) that are not finite."""
     return ~W.isfinite().flatten(2).all(-1)
 

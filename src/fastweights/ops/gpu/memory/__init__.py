@@ -8,6 +8,7 @@ from fastweights.ops import family
 from fastweights.ops.gpu.device import interpreted, unavailable
 from fastweights.ops.gpu.memory import self_check
 from fastweights.ops.gpu.memory.autograd import OneToken, Walk
+from fastweights.ops.gpu.memory.containment import contain
 from fastweights.ops.gpu.memory.kinds import Kind, StepKind
 from fastweights.ops.gpu.memory.variants import (
     LARGEST_D,
@@ -27,6 +28,14 @@ def prepare(spec: Spec) -> Executable | Refusal:
     if why_unfused(spec):
         answer = prepare(spec.mapped())
         return answer if isinstance(answer, Refusal) else after_mapping(answer)
+    if spec.starts is not None:
+        answer = _prepare(spec)
+        return answer if isinstance(answer, Refusal) else contain(answer)
+    return _prepare(spec)
+
+
+def _prepare(spec: Spec) -> Executable | Refusal:
+    """Answer with the kernels for keys, queries and gates as the kernels take them."""
     if _is_one_step(spec):
         kind = StepKind.of(spec)
         reason = _unproven(kind, spec)
