@@ -57,6 +57,15 @@ def test_equals_torch():
     assert relative_error([d_weight[size:]], [torch.cat(expected[3:])]) < 1e-12
 
 
+def test_predictions_keep_to_their_room(monkeypatch):
+    layer, (hidden, _) = make(tile_bytes=4 * V * 3, dtype=torch.float32), tokens(50, dtype=torch.float32)
+    full, rows = layer.log_prob, []
+    monkeypatch.setattr(layer, "log_prob", lambda part: rows.append(len(part)) or full(part))
+    assert torch.equal(layer.predict(hidden), full(hidden).argmax(-1))
+    # All but the last fill the room for float32 logits of three tokens.
+    assert len(rows) > 2 and set(rows[:-1]) == {3} and rows[-1] <= 3
+
+
 @pytest.mark.parametrize("tile_bytes", [1, 300, 2**20])
 @pytest.mark.parametrize("cutoffs", [CUTOFFS, (7,), ()], ids=str)
 def test_picks_from_the_full_distribution(cutoffs, tile_bytes):

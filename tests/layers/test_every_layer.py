@@ -11,6 +11,7 @@ import fastweights as fw
 from fastweights.layers.adaptive import AdaptiveSoftmax
 from fastweights.layers.cross_attention import FastWeightReading, SoftmaxReading
 from fastweights.layers.feedforward import FeedForward
+from fastweights.layers.mixers import MIXERS, mixer
 
 D = 8
 SEQUENCE_LAYERS = {
@@ -126,3 +127,37 @@ def test_the_state_of_a_model_loads_as_weights_only():
     file.seek(0)
     same, token = torch.load(file, weights_only=True), torch.randint(11, (1,))
     torch.testing.assert_close(model.step(token, same)[0], model.step(token, state)[0])
+
+
+def test_mixers_by_name():
+    """What the options of language models make of a layer, and how many numbers of the past App. F counts for it."""
+    scaled, plain = (mixer("fast_weight", D, 2, 9, output_scale=scale) for scale in (True, False))
+    assert (scaled.output_scale, plain.output_scale) == (1 / 3, 1.0)
+    softmax = mixer("softmax", D, 2, 9, attention_dropout=0.25)
+    relative = mixer("relative", D, 2, 9, mem_len=5, clamp_len=3, attention_dropout=0.25)
+    assert (softmax.dropout, relative.dropout, relative.mem_len, relative.clamp_len) == (0.25, 0.25, 5, 3)
+    dpfp = mixer("fast_weight", D, 2, 9, feature_map="dpfp", feature_map_options={"nu": 2})
+    sizes = {"fast_weight": (dpfp, 2 * 36 * 9), "softmax": (softmax, 7 * 2 * 18), "relative": (relative, 12 * 2 * 18)}
+    assert all(MIXERS[name].size(layer, 7) == size for name, (layer, size) in sizes.items())
+
+
+def test_feedforward_is_its_equation():
+    layer, x = FeedForward(D, 1, dropout=0.3, inner_dropout=0.1).eval(), torch.randn(2, 3, D)
+    first, second = layer[0], layer[3]
+    torch.testing.assert_close(layer(x), (x @ first.weight.T + first.bias).relu() @ second.weight.T + second.bias)
+    shares = [[module.p for module in FeedForward(D, 12, *given) if hasattr(module, "p")] for given in ((), (0.3,))]
+    assert [module.p for module in layer if hasattr(module, "p")] == [0.1, 0.3] and shares == [[0, 0], [0.3, 0.3]]
+    with pytest.raises(ValueError, match="d_ff must be at least 1, got 0"):
+        FeedForward(D, 0)
+
+
+@pytest.mark.parametrize(
+    "make", [fw.FastWeightAttention, fw.SoftmaxAttention, SoftmaxReading], ids=lambda m: m.__name__
+)
+def test_sizes_at_their_limits(make):
+    assert (make(1, 1).d_head, make(D, 2).d_head, make(D, 3, 1).d_head) == (1, 4, 1)
+    for sizes in ((0, 1), (1, 0), (1, 1, 0)):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            make(*sizes)
+    with pytest.raises(ValueError, match="does not divide into 3 heads"):
+        make(D, 3)

@@ -1,5 +1,7 @@
 """What is kept for the backward pass: the inputs and one state per chunk, not one state per step."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -7,8 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastweights.ops.chunked import chunk_length
+from fastweights.ops.features import PLAIN
+from fastweights.ops.gpu.memory import autograd
+from fastweights.ops.gpu.memory.kinds import Kind
 from fastweights.ops.gpu.memory.strides import addressable, common_strides, strides_of
-from fastweights.ops.gpu.memory.variants import SplitWalk, configuration
+from fastweights.ops.gpu.memory.variants import LONG, SplitWalk, configuration
 from tests.ops.calls import random_call
 
 
@@ -114,6 +119,15 @@ class NoKernel:
 
     def __getitem__(self, grid):
         return lambda *arguments, **options: None
+
+
+def test_few_long_sequences_are_handed_to_the_kernels_over_groups(monkeypatch):
+    B, T, H, D = 1, 4 * LONG, 2, 64
+    q = torch.empty(B, T, H, D, dtype=torch.bfloat16, device="meta")
+    gates = (None, torch.empty(B, T, H, device="meta"), None)
+    kind = Kind.of(q, q, gates, True, None, configuration(D, D, q.dtype, B * H, T), PLAIN)
+    monkeypatch.setattr(autograd, "_grouped", lambda: SimpleNamespace(forward=lambda *_: "by groups"))
+    assert autograd.Walk(kind, True).forward((q, q, q, *gates), None, None, q.dtype, True) == "by groups"
 
 
 def test_kernels_over_groups_hold_nothing_that_is_not_needed(monkeypatch):
