@@ -113,6 +113,36 @@ def test_recipes():
     assert PRESETS.keys() == RECIPES.keys()
 
 
+@pytest.mark.parametrize(
+    ("preset", "words"), [("small", "12.3 G words"), ("medium", "8.6 G"), ("tiny", "4.1 M"), ("small-fast", "516 M")]
+)
+def test_the_cost_of_a_recipe_is_that_of_its_documentation(preset, words):
+    recipe = RECIPES[preset]
+    number, unit = words.split()[:2]
+    total = recipe["steps"] * recipe["batch_size"] * recipe["segment"] / {"G": 1e9, "M": 1e6}[unit]
+    assert f"{total:.{len(number.partition('.')[2])}f}" == number
+    assert f"Cost: {words}" in inspect.getdoc(PRESETS[preset])
+
+
+def test_sizes_are_those_of_their_documentation():
+    for preset in PRESETS:
+        config = PRESETS[preset]()
+        documentation = inspect.getdoc(PRESETS["small" if preset == "small-fast" else preset])
+        sizes = f"{config.n_layers} layers, d_model {config.d_model}, {config.n_heads} heads"
+        assert documentation.startswith(f"{sizes}, L = {RECIPES[preset]['segment']}: ")
+    assert (small().d_ff, medium().d_ff, tiny().d_ff) == (2048, 2048, 512)
+    # WikiText-103 and WikiText-2.
+    assert (small().vocab_size, medium().vocab_size, tiny().vocab_size) == (267_735, 267_735, 33_278)
+    assert small().cutoffs == medium().cutoffs == (20_000, 40_000, 200_000)
+
+
+def test_recipes_of_our_own():
+    tiny, fast = training_recipe("tiny"), training_recipe("small-fast")
+    assert (tiny["lr"], tiny["warmup"]) == (1e-3, tiny["steps"] // 10)
+    settings = {"lr": 2e-3, "warmup": 500, "clip": 1.0, "schedule": "linear", "optimizer": "muon", "muon_lr": 0.01}
+    assert {name: fast[name] for name in settings} == settings
+
+
 def test_small_fast_is_the_model_of_small_with_another_recipe():
     for mixer in MIXER_CHOICES:
         assert replace(PRESETS["small-fast"](mixer), dropout=0.1) == small(mixer)

@@ -148,6 +148,21 @@ def test_presets_have_the_sizes_of_the_paper():
     recipe = RECIPES["big"]
     assert (recipe["max_tokens"], recipe["accumulate"], recipe["label_smoothing"]) == (3 * 3584, 16, 0.1)
     assert plan_translation(9, preset="base", steps=10, warmup=1).training.steps == 10
+    tiny = models["tiny"].config
+    assert (tiny.d_model, tiny.n_heads, tiny.d_ff, tiny.dropout) == (64, 4, 256, 0.0)
+    assert (tiny.encoder_layers, tiny.decoder_layers) == (2, 2)
+    assert big.vocab_size == base.vocab_size == tiny.vocab_size == 32_000
+
+
+def test_recipes():
+    big, base, tiny = RECIPES.values()
+    # Vaswani et al.: Adam, warm-up, and at its end the rate (d_model warm-up)^-1/2.
+    for recipe in (big, base):
+        assert (recipe["warmup"], recipe["schedule"], recipe["clip"]) == (4000, "inverse_sqrt", None)
+        assert (recipe["betas"], recipe["eps"], recipe["max_length"]) == ((0.9, 0.98), 1e-9, 256)
+    assert (base["max_tokens"], base["steps"], base["lr"]) == (25_000, 100_000, round((512 * 4000) ** -0.5, 4))
+    assert (big["steps"], big["lr"]) == (35_000, 5e-4)
+    assert (tiny["max_tokens"], tiny["steps"], tiny["warmup"], tiny["lr"], tiny["clip"]) == (1000, 1000, 100, 4e-3, 1.0)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)

@@ -90,6 +90,14 @@ def test_environment_overrides_auto(monkeypatch):
     assert choose(spec(), "chunked")[0].name == "chunked"
 
 
+@pytest.mark.parametrize(("D", "M", "fits"), [(512, 256, True), (513, 256, False), (512, 257, False)])
+def test_the_largest_heads_of_the_gpu_kernels(D, M, fits):
+    q, v = torch.empty(1, 3, 1, D, device="meta"), torch.empty(1, 3, 1, M, device="meta")
+    reason = BACKENDS["triton"].prepare(Spec.of(Inputs(RULES["sum"], q, q, v, {}))).reason
+    sizes = f"up to 512 and values up to 256 features, got D = {D} and M = {M}"
+    assert ("run on CUDA devices" if fits else sizes) in reason
+
+
 def test_a_backend_asked_for_by_name_is_never_replaced(monkeypatch):
     with pytest.raises(ValueError, match=r"'chunked' cannot run this call: rule 'schlag2021' .*these can: reference"):
         choose(spec("schlag2021"), "chunked")
