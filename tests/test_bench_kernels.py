@@ -19,7 +19,7 @@ from fastweights.benchmarks.first_call import first_calls
 from fastweights.benchmarks.kernel_rivals import RIVALS, SeparateProcess, make_rivals
 from fastweights.commands import info
 from fastweights.ops.backends import BACKENDS
-from fastweights.ops.gpu.memory.kinds import Kind
+from fastweights.ops.gpu.memory.signatures import WalkSignature
 from fastweights.ops.gpu.memory.variants import RecurrentWalk, plain_rows
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
@@ -102,7 +102,10 @@ def test_every_row_is_checked_with_every_rule():
             found = {
                 kind[3:7]
                 for kind in kinds
-                if isinstance(kind, Kind) and kind[:3] == (dtype, D, M) and kind.config == config and not kind.packed
+                if isinstance(kind, WalkSignature)
+                and kind[:3] == (dtype, D, M)
+                and kind.variant == config
+                and not kind.packed
             }
             assert {rule for rule in rules if not (rule[0] and isinstance(config, RecurrentWalk))} <= found
 

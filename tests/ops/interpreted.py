@@ -13,7 +13,7 @@ import torch
 from fastweights.ops.eager import is_eager
 from fastweights.ops.features import PLAIN
 from fastweights.ops.gpu.memory.autograd import Walk
-from fastweights.ops.gpu.memory.kinds import Kind
+from fastweights.ops.gpu.memory.signatures import WalkSignature
 from fastweights.ops.gpu.memory.variants import FusedWalk, SplitWalk, Variant, configuration, may_go_by_token
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -38,7 +38,7 @@ def recurrence(q, k, v, a, e, w, W, cu_seqlens, dtype, features=PLAIN, config=No
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
         by_token = may_go_by_token(a is not None, H, D, M)
         config = configuration(D, M, q.dtype, N * H, q.shape[1], features, by_token)
-    kind = Kind.of(q, v, (a, e, None if tied else w), tied, cu_seqlens, config, features)
+    kind = WalkSignature.of(q, v, (a, e, None if tied else w), tied, cu_seqlens, config, features)
     return Walk(kind, is_eager(q, k, v, a, e, w, W, cu_seqlens))(q, k, v, a, e, w, W, cu_seqlens, dtype)
 
 

@@ -17,7 +17,7 @@ from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.gpu import memory as triton
 from fastweights.ops.gpu import self_check
 from fastweights.ops.gpu.memory import self_check as memory_check
-from fastweights.ops.gpu.memory.kinds import Kind
+from fastweights.ops.gpu.memory.signatures import WalkSignature
 from fastweights.ops.gpu.memory.variants import (
     FEW,
     LONG,
@@ -93,7 +93,9 @@ def forget(monkeypatch):
 
 
 def a_kind(dtype=torch.float32, decay=False, packed=False):
-    return Kind(dtype, 8, 12, decay, True, False, True, packed, configuration(8, 12, dtype, 999, 256, by_token=False))
+    return WalkSignature(
+        dtype, 8, 12, decay, True, False, True, packed, configuration(8, 12, dtype, 999, 256, by_token=False)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,8 +145,8 @@ def test_where_walks_token_by_token_are_wrong_those_by_chunks_stand_in(checked, 
     asked = []
 
     def refusal(kind, heads, device):
-        asked.append(type(kind.config))
-        return "wrong" if isinstance(kind.config, RecurrentWalk) else None
+        asked.append(type(kind.variant))
+        return "wrong" if isinstance(kind.variant, RecurrentWalk) else None
 
     monkeypatch.setattr(memory_check, "refusal", refusal)
     call = random_call("delta", None, T=3, M=3).to(torch.float32)
@@ -152,13 +154,13 @@ def test_where_walks_token_by_token_are_wrong_those_by_chunks_stand_in(checked, 
     spec = Spec.of(problem)
     (part,) = family.parts(spec)
     # What runs is what was found to be right.
-    assert isinstance(triton._walk(spec, part).kind.config, FusedWalk)
+    assert isinstance(triton._walk(spec, part).signature.variant, FusedWalk)
     assert asked == [RecurrentWalk, FusedWalk]
 
 
 def test_the_warning_says_what_stands_in(checked, monkeypatch):
     monkeypatch.setattr(memory_check, "_kernels", lambda: (forward, wrong_backward))
-    kind = a_kind()._replace(config=configuration(8, 12, torch.float32, 999, 256))
+    kind = a_kind()._replace(variant=configuration(8, 12, torch.float32, 999, 256))
     with pytest.warns(
         UserWarning, match=r"token by token are wrong on this machine.*'auto' takes kernels that walk by chunks"
     ):
@@ -332,8 +334,8 @@ def test_what_goes_token_by_token():
 
 def test_neither_does_what_is_mapped_on_chip():
     for kind in memory_check.shipped():
-        if isinstance(kind, Kind) and kind.features != PLAIN:
-            config = kind.config
+        if isinstance(kind, WalkSignature) and kind.features != PLAIN:
+            config = kind.variant
             assert not isinstance(config, SplitWalk) or config.key_tile >= kind.features.size(kind.D)
             assert not miscompiled(config)
 
@@ -349,12 +351,12 @@ def test_few_walks_go_in_groups():
     assert configuration(256, 64, torch.bfloat16, 1, LONG).groups == 0
     kinds = list(memory_check.shipped())
     assert len(set(kinds)) == len(kinds)
-    plain = [kind for kind in kinds if isinstance(kind, Kind) and kind.features == PLAIN]
+    plain = [kind for kind in kinds if isinstance(kind, WalkSignature) and kind.features == PLAIN]
     rows = {config for dtype, _, _, config in plain_rows() if dtype.itemsize < 8}
-    assert {replace(kind.config, **({"groups": 0} if kind.config not in rows else {})) for kind in plain} == rows
+    assert {replace(kind.variant, **({"groups": 0} if kind.variant not in rows else {})) for kind in plain} == rows
     for kind in kinds:
-        if isinstance(kind, Kind):
-            assert from_integers(to_integers(kind.config)) == kind.config
+        if isinstance(kind, WalkSignature):
+            assert from_integers(to_integers(kind.variant)) == kind.variant
 
 
 @pytest.mark.parametrize("tied", [True, False])

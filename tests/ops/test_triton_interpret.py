@@ -15,7 +15,7 @@ from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.gpu.memory import BACKEND, self_check
 from fastweights.ops.gpu.memory import variants as configs
 from fastweights.ops.gpu.memory.autograd import OPERATOR
-from fastweights.ops.gpu.memory.kinds import Kind
+from fastweights.ops.gpu.memory.signatures import WalkSignature
 from fastweights.ops.gpu.memory.variants import (
     HALF,
     IEEE,
@@ -418,7 +418,9 @@ def test_bounds_that_are_no_block_of_memory():
 
 @inside
 def test_checked_for_the_first_time_in_inference_mode():
-    kind = Kind(torch.float32, 8, 8, False, True, False, True, True, configuration(8, 8, torch.float32, 99, 99))
+    kind = WalkSignature(
+        torch.float32, 8, 8, False, True, False, True, True, configuration(8, 8, torch.float32, 99, 99)
+    )
     check = self_check.check_of(kind, 1)
     with torch.inference_mode():
         verdict = check.run(torch.device("cpu"))

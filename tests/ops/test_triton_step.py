@@ -13,7 +13,7 @@ from fastweights.ops.family import takes_logits
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory import prepare, self_check
 from fastweights.ops.gpu.memory.autograd import OneToken, step_op
-from fastweights.ops.gpu.memory.kinds import StepKind
+from fastweights.ops.gpu.memory.signatures import StepSignature
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.rules import RULES, Coefficients
 from fastweights.ops.spec import Inputs, Spec
@@ -136,7 +136,7 @@ def test_as_a_custom_op(z):
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("decay", [False, True])
 def test_passes_its_own_check(decay, normalized):
-    kind = StepKind(torch.float32, 8, 12, decay, True, False, True, normalized, DELTA)
+    kind = StepSignature(torch.float32, 8, 12, decay, True, False, True, normalized, DELTA)
     check = self_check.check_of(kind, 2)
     verdict = check.run(torch.device("cpu"))
     assert check.reason(verdict) is None
@@ -152,7 +152,7 @@ def test_a_wrong_step_fails_its_check(monkeypatch):
         return y.flip(0), *rest
 
     monkeypatch.setattr(self_check, "_step_kernel", lambda: wrong)
-    kind = StepKind(torch.float32, 8, 12, False, True, False, True, False)
+    kind = StepSignature(torch.float32, 8, 12, False, True, False, True, False)
     check = self_check.check_of(kind, 2)
     assert "off y by" in check.reason(check.run(torch.device("cpu")))
 

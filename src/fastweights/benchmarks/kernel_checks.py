@@ -16,8 +16,8 @@ import fastweights as fw
 from fastweights.benchmarks.timing import in_one_line
 from fastweights.common.cuda_graph import capture_after_warmup
 from fastweights.ops import family
-from fastweights.ops.gpu.memory.kinds import AnyKind, Kind
 from fastweights.ops.gpu.memory.self_check import check_of, shipped
+from fastweights.ops.gpu.memory.signatures import Signature, WalkSignature
 from fastweights.ops.gpu.memory.variants import RecurrentWalk, plain_rows
 from fastweights.ops.gpu.self_check import LIMITS, relative_errors
 from fastweights.ops.rules import RULES
@@ -26,7 +26,7 @@ from fastweights.ops.spec import Inputs, Spec
 HEADS = 2
 
 
-def every_kind() -> Iterator[AnyKind]:
+def every_kind() -> Iterator[Signature]:
     """Yield what is shipped (groups, packed sequences, maps, steps too), then each row of the table with each rule."""
     x = torch.zeros(1, 2, 1, 1)
     seen = set()
@@ -36,14 +36,14 @@ def every_kind() -> Iterator[AnyKind]:
                 gates = dict.fromkeys(rule.gate_names, x[..., 0])
                 (part,) = family.parts(Spec.of(Inputs(rule, x, x, x, gates, x)))
                 if not (part.decay and isinstance(config, RecurrentWalk)):
-                    seen.add(Kind(dtype, D, M, *part[2:], False, config))
+                    seen.add(WalkSignature(dtype, D, M, *part[2:], False, config))
     kinds = list(shipped())
     yield from kinds
     yield from (kind for kind in sorted(seen, key=str) if kind not in kinds)
 
 
 def check_kinds(
-    kinds: Sequence[AnyKind], workers: int, heads: Sequence[int] | None = None
+    kinds: Sequence[Signature], workers: int, heads: Sequence[int] | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return each kind's errors against float64 and whether it is right, by `workers` processes that compile at once.
 
@@ -70,7 +70,7 @@ def check_kinds(
 _crashed = False
 
 
-def _check(job: tuple[AnyKind, int]) -> dict[str, Any] | None:
+def _check(job: tuple[Signature, int]) -> dict[str, Any] | None:
     """Check one kind in a process of the pool; None from one whose GPU context is gone."""
     global _crashed
     kind, heads = job

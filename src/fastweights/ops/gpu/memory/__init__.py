@@ -9,7 +9,7 @@ from fastweights.ops.gpu.device import interpreted, unavailable
 from fastweights.ops.gpu.memory import self_check
 from fastweights.ops.gpu.memory.autograd import OneToken, Walk
 from fastweights.ops.gpu.memory.containment import contain
-from fastweights.ops.gpu.memory.kinds import Kind, StepKind
+from fastweights.ops.gpu.memory.signatures import StepSignature, WalkSignature
 from fastweights.ops.gpu.memory.variants import (
     LARGEST_D,
     LARGEST_M,
@@ -37,9 +37,9 @@ def prepare(spec: Spec) -> Executable | Refusal:
 def _prepare(spec: Spec) -> Executable | Refusal:
     """Answer with the kernels for keys, queries and gates as the kernels take them."""
     if _is_one_step(spec):
-        kind = StepKind.of(spec)
-        reason = _unproven(kind, spec)
-        return Refusal(reason) if reason else OneToken(kind, spec.eager)
+        signature = StepSignature.of(spec)
+        reason = _unproven(signature, spec)
+        return Refusal(reason) if reason else OneToken(signature, spec.eager)
     walks = []
     for part in family.parts(spec, LARGEST_M):
         walk = _walk(spec, part)
@@ -54,19 +54,19 @@ def _walk(spec: Spec, part: family.Part) -> Walk | Refusal:
     by_token = may_go_by_token(part.decay, spec.H, spec.D, part.M)
     reason = None
     for variant in candidates(spec.D, part.M, part.dtype, spec.N * spec.H, spec.T, spec.features, by_token):
-        kind = Kind(part.dtype, spec.shape[3], *part[1:], spec.packed, variant, spec.features)
-        reason = _unproven(kind, spec)
+        signature = WalkSignature(part.dtype, spec.shape[3], *part[1:], spec.packed, variant, spec.features)
+        reason = _unproven(signature, spec)
         if reason is None:
-            return Walk(kind, spec.eager)
+            return Walk(signature, spec.eager)
     assert reason is not None
     return Refusal(reason)
 
 
-def _unproven(kind: Kind | StepKind, spec: Spec) -> str | None:
+def _unproven(signature: WalkSignature | StepSignature, spec: Spec) -> str | None:
     """Say why kernels must not be used. Tracing has no numbers to check with; custom ops check when they first run."""
     if interpreted() or torch.compiler.is_compiling():
         return None
-    return self_check.refusal(kind, spec.H, spec.device)
+    return self_check.refusal(signature, spec.H, spec.device)
 
 
 def _is_one_step(spec: Spec) -> bool:

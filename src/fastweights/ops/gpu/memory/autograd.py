@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastweights.ops.family import coefficients
 from fastweights.ops.features import Features
-from fastweights.ops.gpu.memory.kinds import Kind, StepKind
+from fastweights.ops.gpu.memory.signatures import StepSignature, WalkSignature
 from fastweights.ops.gpu.memory.variants import (
     from_integers,
     group_length,
@@ -46,11 +46,11 @@ def _one_token() -> Any:
     return step
 
 
-def _prove(kind: Kind | StepKind, q: Tensor) -> None:
+def _prove(signature: WalkSignature | StepSignature, q: Tensor) -> None:
     """Check kernels that a traced call asks for: whatever traced it had no numbers to check with."""
     from fastweights.ops.gpu.memory import self_check
 
-    if reason := self_check.refusal(kind, q.shape[2], q.device):
+    if reason := self_check.refusal(signature, q.shape[2], q.device):
         raise RuntimeError(f"{reason}; compile again with FASTWEIGHTS_BACKEND=chunked")
 
 
@@ -78,7 +78,7 @@ def _forward(
     `tied` the write gate is the erase gate, and w is None. The map and what follows are `Features`.
     """
     kernels, features = from_integers(variant), Features(map, nu, sum, logits)
-    _prove(Kind.of(q, v, (a, e, w), tied, cu_seqlens, kernels, features), q)
+    _prove(WalkSignature.of(q, v, (a, e, w), tied, cu_seqlens, kernels, features), q)
     rest = (W, cu_seqlens, dtype, W.dtype, tied, keep, kernels, features)
     *result, transitions = _grouped().forward(q, k, v, (a, e, w), *rest)
     return *result, W.new_empty((0, *W.shape[1:3], W.shape[2])) if transitions is None else transitions
@@ -163,10 +163,10 @@ OPERATOR = Operator(
 class Walk:
     """One recurrence of a call on its kernels, as `ops.family.Recurrence` has it; what follows from shapes is kept."""
 
-    def __init__(self, kind: Kind, eager: bool) -> None:
-        self.kind, self.eager = kind, eager
+    def __init__(self, signature: WalkSignature, eager: bool) -> None:
+        self.signature, self.eager = signature, eager
         self.plan: Any = None
-        self.settings = (kind.tied, to_integers(kind.config), *kind.features)
+        self.settings = (signature.tied, to_integers(signature.variant), *signature.features)
 
     def __call__(
         self,
@@ -180,9 +180,9 @@ class Walk:
         cu_seqlens: Tensor | None,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """Compute y and the final W, from raw keys, queries and gates where the kind has features."""
+        """Compute y and the final W, from raw keys, queries and gates where the signature has features."""
         # The delta rule erases and writes with one gate: one to read, and one gradient instead of two and their sum.
-        inputs = (q, k, v, a, e, None if self.kind.tied else w)
+        inputs = (q, k, v, a, e, None if self.signature.tied else w)
         # Kernels read bounds as a block of memory.
         bounds = None if cu_seqlens is None else cu_seqlens.contiguous()
         return OPERATOR(self.eager, inputs, W, bounds, dtype, self.settings, (self,))
@@ -194,12 +194,12 @@ class Walk:
         if self.plan is not None:
             return *self.plan.forward(inputs, W, cu_seqlens, keep), None
         q, k, v, *gates = inputs
-        how = (dtype, torch.promote_types(q.dtype, torch.float32), self.kind.tied)
-        if group_length(q.shape[1], cu_seqlens, self.kind.config):
-            rest = (W, cu_seqlens, *how, keep, self.kind.config, self.kind.features)
+        how = (dtype, torch.promote_types(q.dtype, torch.float32), self.signature.tied)
+        if group_length(q.shape[1], cu_seqlens, self.signature.variant):
+            rest = (W, cu_seqlens, *how, keep, self.signature.variant, self.signature.features)
             return _grouped().forward(q, k, v, tuple(gates), *rest)
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-        last = (self.kind.config, self.kind.features)
+        last = (self.signature.variant, self.signature.features)
         self.plan = _plan()(q, k, v, tuple(gates), N, cu_seqlens, *how, *last)
         self.plan.compile_ahead(keep)
         return *self.plan.forward(inputs, W, cu_seqlens, keep), None
@@ -218,7 +218,15 @@ class Walk:
             return self.plan.backward(inputs, dy, dW, *kept[:3], cu_seqlens, wants_state)
         q, k, v, *gates = inputs
         wide = torch.promote_types(q.dtype, torch.float32)
-        rest = (*kept, cu_seqlens, wide, self.kind.tied, wants_state, self.kind.config, self.kind.features)
+        rest = (
+            *kept,
+            cu_seqlens,
+            wide,
+            self.signature.tied,
+            wants_state,
+            self.signature.variant,
+            self.signature.features,
+        )
         return _grouped().backward(dy, dW, q, k, v, tuple(gates), *rest)
 
 
@@ -240,7 +248,7 @@ def step_op(
 ) -> list[Tensor]:
     """y, W and, where it is given, z after one token (B, 1, H, ·); without gradients."""
     features, normalized = Features(map, nu, sum, logits), z is not None
-    _prove(StepKind.of_tensors(q, v, (a, e, w), tied, normalized, features), q)
+    _prove(StepSignature.of_tensors(q, v, (a, e, w), tied, normalized, features), q)
     outputs = _one_token()(q, k, v, (a, e, w), W, z, q.dtype, tied, normalized, False, features)
     return [x for x in outputs if x is not None]
 
@@ -254,19 +262,19 @@ def _(q, k, v, a, e, w, W, z, tied, map, nu, sum, logits):  # type: ignore[no-un
 class OneToken:
     """A call of one token for each sequence, without gradients, on its kernel."""
 
-    def __init__(self, kind: StepKind, eager: bool) -> None:
-        self.kind, self.eager = kind, eager
+    def __init__(self, signature: StepSignature, eager: bool) -> None:
+        self.signature, self.eager = signature, eager
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute y, W and z after the token."""
-        kind, q, k, v = self.kind, inputs.q, inputs.k, inputs.v
+        signature, q, k, v = self.signature, inputs.q, inputs.k, inputs.v
         a, e, w = coefficients(inputs)
-        gates = (a, e, None if kind.tied else w)
+        gates = (a, e, None if signature.tied else w)
         if not self.eager:
             W, z = inputs.initial_state()
-            y, W, *rest = step_op(q, k, v, *gates, W, z, kind.tied, *kind.features)
+            y, W, *rest = step_op(q, k, v, *gates, W, z, signature.tied, *signature.features)
             return y, W, rest[0] if rest else None
-        features = (kind.tied, kind.normalized, inputs.in_place, kind.features)
+        features = (signature.tied, signature.normalized, inputs.in_place, signature.features)
         y, W_end, z_end = _one_token()(q, k, v, gates, inputs.W, inputs.z, q.dtype, *features)
         if inputs.W is not None and W_end is inputs.W:
             # Whoever kept it for a backward pass shall hear of it.

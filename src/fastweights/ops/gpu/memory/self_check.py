@@ -1,4 +1,4 @@
-"""Checks of the memory's kernels: a small problem of each kind, compared with `ops.chunked` in float64."""
+"""Checks of the memory's kernels: a small problem of each signature, compared with `ops.chunked` in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastweights.ops import chunked
 from fastweights.ops.features import Features
-from fastweights.ops.gpu.memory.kinds import AnyKind, Kind, StepKind
+from fastweights.ops.gpu.memory.signatures import Signature, StepSignature, WalkSignature
 from fastweights.ops.gpu.memory.variants import (
     FEW,
     LEAST_CHUNKS,
@@ -30,21 +30,24 @@ from fastweights.ops.gpu.self_check import LIMITS, Check, on_stream, relative_er
 SOURCE = Path(__file__).parent
 
 
-def refusal(kind: AnyKind, heads: int, device: torch.device) -> str | None:
-    """Say why the kernels of this kind must not be used on `device`; checks them where nobody did before."""
-    return check_of(kind, heads).refusal(device)
+def refusal(signature: Signature, heads: int, device: torch.device) -> str | None:
+    """Say why the kernels of this signature must not be used on `device`; checks them where nobody did before."""
+    return check_of(signature, heads).refusal(device)
 
 
 @cache
-def check_of(kind: AnyKind, heads: int) -> Check:
-    """Return the check of one kind of kernel, with as many heads as the call that asks first."""
-    by_token = isinstance(kind, Kind) and isinstance(kind.config, RecurrentWalk)
+def check_of(signature: Signature, heads: int) -> Check:
+    """Return the check of the kernels of one signature, with as many heads as the call that asks first."""
+    by_token = isinstance(signature, WalkSignature) and isinstance(signature.variant, RecurrentWalk)
     instead = "kernels that walk by chunks" if by_token else "the backend 'chunked'"
 
     def compare(device: torch.device) -> dict[str, float]:
-        return _compare_step(kind, heads, device) if isinstance(kind, StepKind) else _compare(kind, heads, device)
+        if isinstance(signature, StepSignature):
+            return _compare_step(signature, heads, device)
+        return _compare(signature, heads, device)
 
-    return Check(kind.key, f"the kernels for {kind}", f"'auto' takes {instead} instead", SOURCE, kind.dtype, compare)
+    name, alternative = f"the kernels for {signature}", f"'auto' takes {instead} instead"
+    return Check(signature.key, name, alternative, SOURCE, signature.dtype, compare)
 
 
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -53,17 +56,17 @@ def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return walks.forward, walks.backward
 
 
-def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
+def _compare(signature: WalkSignature, heads: int, device: torch.device) -> dict[str, float]:
     """Return ||ours - float64|| / ||float64|| of outputs and gradients, over chunks of which the last is partial."""
     generator = torch.Generator(device).manual_seed(0)
-    C, H, D, M = kind.config.chunk, heads, kind.D, kind.M
-    B, T = (1 if kind.packed else 2), 3 * C + 5
-    if isinstance(kind.config, ChunkedWalk) and kind.config.groups and not kind.packed:
+    C, H, D, M = signature.variant.chunk, heads, signature.D, signature.M
+    B, T = (1 if signature.packed else 2), 3 * C + 5
+    if isinstance(signature.variant, ChunkedWalk) and signature.variant.groups and not signature.packed:
         # As few chunks as make groups of any configuration.
         T = (LEAST_GROUPS * LEAST_CHUNKS - 1) * C + 5
-    wide = torch.promote_types(kind.dtype, torch.float32)
+    wide = torch.promote_types(signature.dtype, torch.float32)
 
-    def normal(*shape: int, dtype: torch.dtype = kind.dtype) -> Tensor:
+    def normal(*shape: int, dtype: torch.dtype = signature.dtype) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     def uniform(there: bool) -> Tensor | None:
@@ -71,26 +74,26 @@ def _compare(kind: Kind, heads: int, device: torch.device) -> dict[str, float]:
 
     q, v = normal(B, T, H, D), normal(B, T, H, M)
     k = normal(B, T, H, D)
-    if not kind.features.sum:
-        k = torch.nn.functional.normalize(k.float(), dim=-1).to(kind.dtype)
-    a, e, w = uniform(kind.decay), uniform(kind.erase), uniform(kind.write)
+    if not signature.features.sum:
+        k = torch.nn.functional.normalize(k.float(), dim=-1).to(signature.dtype)
+    a, e, w = uniform(signature.decay), uniform(signature.erase), uniform(signature.write)
     if a is not None:
         a = (0.8 + 0.2 * a).index_fill(1, torch.tensor([C // 2, 2 * C], device=device), 0.0)
-    if kind.features.logits:
+    if signature.features.logits:
         a, e, w = (None if gate is None else gate.logit(1e-4) for gate in (a, e, w))
     # Also a sequence without tokens, and one that ends inside a chunk.
-    bounds = torch.tensor([0, C + 3, C + 3, T], device=device) if kind.packed else None
-    W = 0.3 * normal(3 if kind.packed else B, H, kind.features.size(D), M, dtype=wide)
+    bounds = torch.tensor([0, C + 3, C + 3, T], device=device) if signature.packed else None
+    W = 0.3 * normal(3 if signature.packed else B, H, signature.features.size(D), M, dtype=wide)
     dy, dW = normal(B, T, H, M), normal(*W.shape, dtype=wide)
 
-    last = (kind.config, kind.features)
+    last = (signature.variant, signature.features)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     # What loading float64 products takes the first time, loading Triton and compiling take too: both at once.
     with ThreadPoolExecutor(1) as pool:
-        exact = pool.submit(on_stream, stream, _exact, kind, (q, k, v, a, e, w, W), bounds, dy, dW)
+        exact = pool.submit(on_stream, stream, _exact, signature, (q, k, v, a, e, w, W), bounds, dy, dW)
         forward, backward = _kernels()
-        y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, kind.dtype, wide, kind.tied, True, *last)
-        grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, wide, kind.tied, True, *last)
+        y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, signature.dtype, wide, signature.tied, True, *last)
+        grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, wide, signature.tied, True, *last)
         want = exact.result()
     ours = [y, W_end, *grads[:3], *(gate for gate in grads[3] if gate is not None), grads[4]]
     gates = [name for name, gate in (("decay", a), ("erase", e), ("write", w)) if gate is not None]
@@ -104,13 +107,13 @@ def _step_kernel() -> Callable[..., Any]:
     return step
 
 
-def _compare_step(kind: StepKind, heads: int, device: torch.device) -> dict[str, float]:
+def _compare_step(signature: StepSignature, heads: int, device: torch.device) -> dict[str, float]:
     """Return ||ours - float64|| / ||float64|| of y, W and z after one token, in place and not."""
     generator = torch.Generator(device).manual_seed(0)
-    B, H, D, M, features = 3, heads, kind.D, kind.M, kind.features
-    wide = torch.promote_types(kind.dtype, torch.float32)
+    B, H, D, M, features = 3, heads, signature.D, signature.M, signature.features
+    wide = torch.promote_types(signature.dtype, torch.float32)
 
-    def uniform(*shape: int, dtype: torch.dtype = kind.dtype) -> Tensor:
+    def uniform(*shape: int, dtype: torch.dtype = signature.dtype) -> Tensor:
         return torch.rand(shape, generator=generator, device=device).to(dtype)
 
     def gate(there: bool) -> Tensor | None:
@@ -119,31 +122,31 @@ def _compare_step(kind: StepKind, heads: int, device: torch.device) -> dict[str,
 
     # Positive keys and sums, so that nothing is divided by what cancels.
     q, k, v = uniform(B, 1, H, D), uniform(B, 1, H, D), uniform(B, 1, H, M)
-    a, e, w = gate(kind.decay), gate(kind.erase), gate(kind.write)
+    a, e, w = gate(signature.decay), gate(signature.erase), gate(signature.write)
     W = uniform(B, H, features.size(D), M, dtype=wide)
-    z = 0.1 + uniform(B, H, features.size(D), dtype=wide) if kind.normalized else None
+    z = 0.1 + uniform(B, H, features.size(D), dtype=wide) if signature.normalized else None
     ours: list[Tensor] = []
     for in_place in (False, True):
         start = W.clone()
-        rest = (start, z, kind.dtype, kind.tied, kind.normalized, in_place, features)
+        rest = (start, z, signature.dtype, signature.tied, signature.normalized, in_place, features)
         ours += [x for x in _step_kernel()(q, k, v, (a, e, w), *rest) if x is not None]
 
     exact = {name: x.double() for name, x in (("a", a), ("e", e), ("w", w)) if x is not None}
     gates = {name: features.gate(x) for name, x in exact.items()}
-    want = _exact_step(kind, features.of(q.double()), features.of(k.double()), v.double(), gates, W.double(), z)
-    names = ["y", "W", *(["z"] if kind.normalized else [])]
+    want = _exact_step(signature, features.of(q.double()), features.of(k.double()), v.double(), gates, W.double(), z)
+    names = ["y", "W", *(["z"] if signature.normalized else [])]
     names += [f"{name} in place" for name in names]
     return relative_errors(names, ours, want * 2)
 
 
 def _exact_step(
-    kind: StepKind, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], W: Tensor, z: Tensor | None
+    signature: StepSignature, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], W: Tensor, z: Tensor | None
 ) -> list[Tensor]:
     """Compute the family's equations for one token, with attention normalisation as in Eqs. 18-19 and 26-28."""
     q, k, v = q[:, 0], k[:, 0], v[:, 0]
     one = torch.ones_like(v[..., :1])
     a, e, w = (gates[name].transpose(1, 2) if name in gates else None for name in "aew")
-    w = e if kind.tied else w
+    w = e if signature.tied else w
     W = W if a is None else a.unsqueeze(-1) * W
     z = None if z is None else z.double() if a is None else a * z.double()
     recall = (k.unsqueeze(-2) @ W).squeeze(-2)
@@ -157,7 +160,7 @@ def _exact_step(
 
 
 def _exact(
-    kind: Kind, inputs: tuple[Tensor | None, ...], bounds: Tensor | None, dy: Tensor, dW: Tensor
+    signature: WalkSignature, inputs: tuple[Tensor | None, ...], bounds: Tensor | None, dy: Tensor, dW: Tensor
 ) -> list[Tensor]:
     """Compute y, W and the gradients of what is there, in float64 by plain PyTorch.
 
@@ -167,12 +170,12 @@ def _exact(
     q, k, v, a, e, w, W = (None if x is None else x.detach().double() for x in inputs)
     there = [x for x in (q, k, v, a, e, w, W) if x is not None]
     assert q is not None and k is not None and v is not None and W is not None
-    maps, chunk = kind.features, chunked.chunk_length(kind.features.size(kind.D), kind.M)
+    maps, chunk = signature.features, chunked.chunk_length(signature.features.size(signature.D), signature.M)
     with torch.enable_grad():
         for x in there:
             x.requires_grad_()
         a, e, w = (None if gate is None else maps.gate(gate) for gate in (a, e, w))
-        mapped = (maps.of(q), maps.of(k), v, a, e, e if kind.tied else w, W)
+        mapped = (maps.of(q), maps.of(k), v, a, e, e if signature.tied else w, W)
     given = [None if x is None else x.detach() for x in mapped]
     # Typed so that a list can be passed.
     forward: Callable[..., Any] = chunked.forward
@@ -184,25 +187,25 @@ def _exact(
     return [y, W_end, *torch.autograd.grad(total, there)]
 
 
-def shipped() -> Iterator[AnyKind]:
+def shipped() -> Iterator[Signature]:
     """Yield every row of the table with the delta rule, in groups, and packed with the gated one; then fused maps."""
     for dtype, D, M, config in plain_rows():
         if dtype in LIMITS:
             grouped = configuration(D, M, dtype, 1, LONG)
             recurrent = isinstance(config, RecurrentWalk)
             for row in (config,) if config == grouped or recurrent else (config, grouped):
-                yield Kind(dtype, D, M, False, True, False, True, False, row)
-            yield Kind(dtype, D, M, not recurrent, True, False, True, True, config)
+                yield WalkSignature(dtype, D, M, False, True, False, True, False, row)
+            yield WalkSignature(dtype, D, M, not recurrent, True, False, True, True, config)
     for D, M in TABLE[torch.float16]:
         # One token takes these in bfloat16 too.
         config = configuration(D, M, torch.bfloat16, FEW + 1, 1)
-        yield Kind(torch.bfloat16, D, M, True, True, False, True, False, config)
+        yield WalkSignature(torch.bfloat16, D, M, True, True, False, True, False, config)
     # The paper's heads, and those with the most features that are mapped on chip.
     for dtype in LIMITS:
         for d, name, nu in ((16, "elu", 0), (32, "elu", 0), *((d, "dpfp", nu) for d in (16, 32) for nu in (1, 2, 3))):
             features = Features.named(name, nu, sum=True, logits=True)
             config = configuration(features.size(d), d, dtype, FEW + 1, LONG, features)
-            yield Kind(dtype, d, d, False, True, False, True, False, config, features)
-            yield StepKind(dtype, d, d, False, True, False, True, False, features)
+            yield WalkSignature(dtype, d, d, False, True, False, True, False, config, features)
+            yield StepSignature(dtype, d, d, False, True, False, True, False, features)
         for D, M in ((64, 64), (512, 256)):
-            yield StepKind(dtype, D, M, True, True, False, True, True)
+            yield StepSignature(dtype, D, M, True, True, False, True, True)

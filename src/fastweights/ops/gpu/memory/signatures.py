@@ -1,4 +1,4 @@
-"""What decides which kernels run, so that each kind is checked once."""
+"""What decides which kernels run, so that each signature is checked once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastweights.ops.spec import Spec
 Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-class Kind(NamedTuple):
+class WalkSignature(NamedTuple):
     """What decides which kernels run. `decay`, `erase` and `write` say which coefficients are there.
 
     D is the size of the keys as they are given, before the map of `features`.
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     write: bool
     tied: bool
     packed: bool
-    config: Variant
+    variant: Variant
     features: Features = PLAIN
 
     @classmethod
@@ -40,29 +40,29 @@ class Kind(NamedTuple):
         gates: Gates,
         tied: bool,
         cu_seqlens: Tensor | None,
-        config: Variant,
+        variant: Variant,
         features: Features,
-    ) -> Kind:
-        """The kind of a call."""
+    ) -> WalkSignature:
+        """The signature of a call."""
         a, e, w = (gate is not None for gate in gates)
-        return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, cu_seqlens is not None, config, features)
+        return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, cu_seqlens is not None, variant, features)
 
     def __str__(self) -> str:
         named = {"decay": self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
         gates = ", ".join(name for name, there in named.items() if there) or "no gates"
-        grouped = isinstance(self.config, ChunkedWalk) and self.config.groups
+        grouped = isinstance(self.variant, ChunkedWalk) and self.variant.groups
         form = ", packed" if self.packed else ", in groups" if grouped else ""
         features = self.features.describe(self.D)
-        walk = "token by token" if isinstance(self.config, RecurrentWalk) else f"chunk {self.config.chunk}"
+        walk = "token by token" if isinstance(self.variant, RecurrentWalk) else f"chunk {self.variant.chunk}"
         return f"{str(self.dtype)[6:]}, {features}, M = {self.M}, {gates}{form}, {walk}"
 
     @property
     def key(self) -> str:
         """Its name on disk."""
-        return f"{self} {'-'.join(map(str, (*to_integers(self.config), *self.features)))}"
+        return f"{self} {'-'.join(map(str, (*to_integers(self.variant), *self.features)))}"
 
 
-class StepKind(NamedTuple):
+class StepSignature(NamedTuple):
     """The same for the kernel that takes one token; `normalized` is attention normalisation."""
 
     dtype: torch.dtype
@@ -78,14 +78,14 @@ class StepKind(NamedTuple):
     @classmethod
     def of_tensors(
         cls, q: Tensor, v: Tensor, gates: Gates, tied: bool, normalized: bool, features: Features
-    ) -> StepKind:
-        """Return the kind of a call with these tensors."""
+    ) -> StepSignature:
+        """Return the signature of a call with these tensors."""
         a, e, w = (gate is not None for gate in gates)
         return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, normalized, features)
 
     @classmethod
-    def of(cls, spec: Spec) -> StepKind:
-        """Return the kind that a call needs."""
+    def of(cls, spec: Spec) -> StepSignature:
+        """Return the signature that a call needs."""
         there = family.coefficients_there(spec)
         return cls(spec.dtype, spec.shape[3], spec.M, *there, spec.normalized, spec.features)
 
@@ -100,4 +100,4 @@ class StepKind(NamedTuple):
         return f"{self} {'-'.join(map(str, self.features))}"
 
 
-AnyKind = Kind | StepKind
+Signature = WalkSignature | StepSignature
