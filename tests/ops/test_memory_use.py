@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fastweights.ops.gpu.memory.kinds import Kind
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -11,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 from fastweights.ops.chunked import chunk_length
 from fastweights.ops.features import PLAIN
 from fastweights.ops.gpu.memory import autograd
-from fastweights.ops.gpu.memory.kinds import Kind
 from fastweights.ops.gpu.memory.strides import addressable, common_strides, strides_of
 from fastweights.ops.gpu.memory.variants import LONG, SplitWalk, configuration
 from tests.ops.calls import random_call
