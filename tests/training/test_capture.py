@@ -11,6 +11,7 @@ from fastweights.common.tree import map_tensors, signature, tensors_of
 from fastweights.training.engine import capture as captured_module
 from fastweights.training.engine import learner
 from fastweights.training.engine.capture import PATIENCE, WARMUP_UPDATES, CapturedUpdates, refusal
+from fastweights.training.engine.distributed import launch
 from fastweights.training.runs.signals import Interrupted
 
 from .test_loop import StopsAt
@@ -141,3 +142,39 @@ def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="compile = 'reduce-overhead' the loss alone"):
         config(graph=True, compile="reduce-overhead")
     assert config(graph=True, compile="default").graph
+
+
+def make_learner(monkeypatch, graph, **changes):
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
+    settings = config(**changes)
+    made = learner.Learner(launch(TinyTask(), settings), TinyTask(), settings)
+    made._loss_is_graph = graph
+    return made
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_results_of_a_loss_that_is_a_graph_are_copied(monkeypatch, graph):
+    """Its next replay writes to the same memory; of any other loss they are kept where they are."""
+    made = make_learner(monkeypatch, graph)
+    outcome, _, carry = made._forward(made._batch(0, 0), None, compiled=False)
+    assert torch.equal(carry[0].W, outcome.carry[0].W) and not carry[0].W.requires_grad
+    assert (carry[0].W.data_ptr() != outcome.carry[0].W.data_ptr()) == graph
+
+
+@pytest.mark.parametrize(("graph", "accumulate", "copies"), [(True, 3, 1), (True, 1, 0), (False, 3, 0)])
+def test_gradients_of_a_loss_that_is_a_graph_are_copied_before_the_next_adds_to_them(
+    monkeypatch, graph, accumulate, copies
+):
+    made, calls = make_learner(monkeypatch, graph, accumulate=accumulate), []
+    own = made._own_gradients
+
+    def watched():
+        before = [(p.grad, p.grad.data_ptr()) for p in made._parameters]
+        own()
+        after = [p.grad for p in made._parameters]
+        assert all(torch.equal(old, new) for (old, _), new in zip(before, after, strict=True))
+        calls.append(all(place != new.data_ptr() for (_, place), new in zip(before, after, strict=True)))
+
+    monkeypatch.setattr(made, "_own_gradients", watched)
+    made.advance()
+    assert calls == [True] * copies

@@ -15,6 +15,7 @@ from fastweights.common.tree import map_tensors, pack, unpack
 from fastweights.ops.state import FastWeightState
 from fastweights.training.engine.task import LossOutcome
 from fastweights.training.runs import checkpoint as checkpoints
+from fastweights.training.runs import snapshot
 from fastweights.training.runs.checkpoint import (
     CheckpointError,
     CheckpointStore,
@@ -331,3 +332,16 @@ def test_carried_values_survive_packing():
 def test_a_checkpoint_cannot_call_what_it_likes():
     with pytest.raises(ValueError, match="neither a dataclass nor a named tuple"):
         unpack({"__kind__": "os:system", "fields": {"command": "true"}}, CPU)
+
+
+def test_the_generator_of_a_gpu_is_set_where_there_is_one_and_its_state_was_kept(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: seen.append((state, device)))
+    cpu, gpu, state = torch.device("cpu"), torch.device("cuda", 1), torch.arange(3)
+    kept = snapshot.generators(cpu)
+    assert "cuda" not in kept
+    snapshot.restore_generators(kept, gpu)
+    snapshot.restore_generators({**kept, "cuda": state}, cpu)
+    assert not seen
+    snapshot.restore_generators({**kept, "cuda": state}, gpu)
+    assert seen == [(state, gpu)]

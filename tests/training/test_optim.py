@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from fastweights.training.engine.config import TrainingConfig, plan_training
 from fastweights.training.engine.optim import (
     global_norm,
     learning_rate,
@@ -106,3 +107,36 @@ def test_rates_of_groups_and_on_the_device():
 def test_nothing_to_train():
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         make_optimizer(nn.ReLU(), config())
+
+
+def test_intervals_and_warm_up_follow_the_steps():
+    """At least ten validations and fifty lines of log, and a warm-up of at most a tenth where steps are changed."""
+    recipe = {"steps": 10_000, "warmup": 700, "clip": 1.0}
+
+    def plan(**changes):
+        made = plan_training(recipe, changes, eval_every=400, log_every=50)
+        return made.eval_every, made.log_every, made.warmup
+
+    assert plan() == (400, 50, 700)
+    assert plan(steps=20_000) == (400, 50, 700) and plan(steps=6_990) == (400, 50, 699)
+    assert plan(steps=2_000) == (200, 40, 200) and plan(steps=2_000, warmup=2_000) == (200, 40, 2_000)
+    assert plan(steps=5) == (1, 1, 0) and plan(steps=5, eval_every=3, log_every=2, warmup=0) == (3, 2, 0)
+    assert plan_training({"steps": 50_000}, {}, eval_every=1, log_every=1).warmup == 2000
+    for changes in ({"warmup": -1}, {"warmup": 10_001}):
+        with pytest.raises(ValueError, match="warmup must be from 0 to steps = 10000"):
+            plan(**changes)
+    for changes in ({"steps": 0}, {"lr": 0.0}):
+        with pytest.raises(ValueError, match="must be above 0, got 0"):
+            plan(**changes)
+
+
+def test_defaults_are_those_of_the_authors_language_models():
+    settings = TrainingConfig(steps=1)
+    assert (settings.lr, settings.warmup, settings.schedule, settings.clip) == (2.5e-4, 2000, "cosine", 0.25)
+    assert (settings.betas, settings.eps, settings.weight_decay) == ((0.9, 0.999), 1e-8, 0.0)
+    assert (settings.seed, settings.accumulate, settings.precision) == (1111, 1, "32-true")
+    assert (settings.eval_every, settings.log_every, settings.first_step_full) == (4000, 200, False)
+    # Of our own: a checkpoint every ten minutes, of which two are kept beside the best.
+    assert (settings.checkpoint_every, settings.checkpoint_minutes, settings.keep) == (None, 10.0, 2)
+    trapezoid, muon = TrainingConfig(steps=1, schedule="trapezoid"), TrainingConfig(steps=1, optimizer="muon")
+    assert (trapezoid.cooldown, muon.muon_lr) == (0.2, 0.02)
