@@ -34,7 +34,7 @@ from fastweights.benchmarks.kernel_rivals import (
 )
 from fastweights.benchmarks.record import Out, Record
 from fastweights.benchmarks.timing import bandwidth, failure_noted, measure
-from fastweights.commands.options import AsJson
+from fastweights.commands.options import AsJson, option
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.self_check import relative_errors
@@ -207,7 +207,7 @@ def run(
     out: Out = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure two shapes only.")] = False,
     rivals: Annotated[
-        str, typer.Option(help="Rivals, from sdpa, chunked and fla; fla first tunes itself for a minute.")
+        str, option("Rivals, from sdpa, chunked and fla; fla first tunes itself for a minute.")
     ] = "sdpa,chunked",
     as_json: AsJson = False,
 ) -> None:

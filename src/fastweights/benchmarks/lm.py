@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fastweights.benchmarks.record import Out, Record
 from fastweights.benchmarks.timing import kernel_times
-from fastweights.commands.options import AsJson, chosen_names, input_errors, require
+from fastweights.commands.options import AsJson, chosen_names, input_errors, option, require
 from fastweights.common.tables import look_up
 from fastweights.data.text.corpus import Corpus, TokenStream
 from fastweights.data.text.vocabulary import WordVocabulary
@@ -96,7 +96,7 @@ ZIPF_BREAK, ZIPF_SHIFT = 13_000, 2.7
 AGREEMENT = 1e-2
 SEED = 1111
 
-Gpu = Annotated[str, typer.Option(help="cuda or cpu.")]
+Gpu = Annotated[str, option("cuda or cpu.")]
 
 
 def zipf(words: int, count: int) -> Tensor:
@@ -234,16 +234,14 @@ def case(
 @input_errors((ValueError, ImportError, OSError))
 def run(
     out: Out = None,
-    sizes: Annotated[str, typer.Option(help=f"Sizes, from {', '.join(PRESETS)}.")] = "small",
+    sizes: Annotated[str, option(f"Sizes, from {', '.join(PRESETS)}.")] = "small",
     models: Annotated[
-        str, typer.Option(help=f"Models, from {', '.join(MODELS)}.")
+        str, option(f"Models, from {', '.join(MODELS)}.")
     ] = "transformer,delta,linear,dpfp-delta,performer-delta",
     ways: Annotated[
-        str, typer.Option(help=f"Ways of training, from {', '.join(WAYS)}; others are compared with the first.")
+        str, option(f"Ways of training, from {', '.join(WAYS)}; others are compared with the first.")
     ] = "plain,fast",
-    corpus: Annotated[
-        Path | None, typer.Option(help="A prepared corpus.", show_default="random words, as frequent as in text")
-    ] = None,
+    corpus: Annotated[Path | None, option("A prepared corpus.", "random words, as frequent as in text")] = None,
     device: Gpu = "cuda",
     steps: Annotated[int, typer.Option(min=1, help="Updates in each of five timed blocks.")] = 20,
     compared: Annotated[int, typer.Option(min=0, help="First losses to compare, without dropout.")] = 20,

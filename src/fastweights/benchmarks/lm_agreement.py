@@ -23,7 +23,7 @@ from rich.table import Table
 from fastweights.benchmarks import lm
 from fastweights.benchmarks.lm import AGREEMENT, MODELS, SEED, WAYS, Gpu
 from fastweights.benchmarks.record import Out, Record
-from fastweights.commands.options import AsJson, chosen_names, input_errors
+from fastweights.commands.options import AsJson, chosen_names, input_errors, option
 from fastweights.common.tables import look_up
 from fastweights.data.text.corpus import Corpus
 from fastweights.models.presets import PRESETS
@@ -57,18 +57,18 @@ def perplexities(
 
 @input_errors((ValueError, ImportError, OSError))
 def run(
-    corpus: Annotated[Path, typer.Option(help="A prepared corpus.")],
+    corpus: Annotated[Path, option("A prepared corpus.")],
     out: Out = None,
-    size: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "small",
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "delta",
+    size: Annotated[str, option(f"One of {', '.join(PRESETS)}.")] = "small",
+    model: Annotated[str, option(f"One of {', '.join(MODELS)}.")] = "delta",
     ways: Annotated[
-        str, typer.Option(help=f"Ways of training, from {', '.join(WAYS)}; others should learn what the first learns.")
+        str, option(f"Ways of training, from {', '.join(WAYS)}; others should learn what the first learns.")
     ] = "torch,fast",
     device: Gpu = "cuda",
     losses: Annotated[int, typer.Option(min=1, help="First losses to compare, without dropout.")] = 200,
     steps: Annotated[int, typer.Option(min=1, help="Updates before perplexities are compared.")] = 2000,
     batch: Annotated[int | None, typer.Option(min=1, help="Segments in a step.", show_default="the size's")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="the size's")] = None,
+    lr: Annotated[float | None, option("Learning rate.", "the size's")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare fast training with plain training: the first losses, and perplexity after a short training."""

@@ -12,10 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fastweights.commands.options import option
 from fastweights.common.files import write_atomically
 from fastweights.common.provenance import commit, hardware, versions
 
-Out = Annotated[Path | None, typer.Option(help="Write the measurements to this JSON file.", show_default=False)]
+Out = Annotated[Path | None, option("Write the measurements to this JSON file.", False)]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed runs for each number; the median is reported.")]
 
 

@@ -13,11 +13,10 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 import torch
-import typer
 from rich.table import Table
 
 from fastweights.benchmarks.record import Out, Record
-from fastweights.commands.options import AsJson, Device, chosen_names, input_errors, pick_device
+from fastweights.commands.options import AsJson, Device, chosen_names, input_errors, option, pick_device
 from fastweights.common.tables import look_up
 from fastweights.inference.stream import Stream
 from fastweights.models.language_model import LanguageModel
@@ -53,12 +52,12 @@ def _timed(stream: Stream, token: torch.Tensor) -> float:
 @input_errors((ValueError, OSError))
 def run(
     out: Out = None,
-    size: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "small",
+    size: Annotated[str, option(f"One of {', '.join(PRESETS)}.")] = "small",
     models: Annotated[
-        str, typer.Option(help="Models, from the mixers of `train lm` that stream.")
+        str, option("Models, from the mixers of `train lm` that stream.")
     ] = "delta,linear,dpfp,transformer",
     device: Device = "auto",
-    pasts: Annotated[str, typer.Option(help="Tokens read before the timed ones.")] = "256,4096,65536",
+    pasts: Annotated[str, option("Tokens read before the timed ones.")] = "256,4096,65536",
     as_json: AsJson = False,
 ) -> None:
     """Time one more word after short and long texts, and count the bytes that are kept of them."""

@@ -18,12 +18,11 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
-import typer
 from rich.table import Table
 
 from fastweights.benchmarks.record import Out, Record, Repeats
 from fastweights.benchmarks.timing import median_seconds
-from fastweights.commands.options import AsJson, Device, input_errors, pick_device
+from fastweights.commands.options import AsJson, Device, input_errors, option, pick_device
 from fastweights.common.tables import look_up
 from fastweights.inference.translate import CapturedDecoder, refusal
 from fastweights.models.translation import TranslationModel
@@ -133,9 +132,9 @@ def measure(attention: str, length: int, preset: str, device: str, autocast: boo
 
 def run(
     out: Out = None,
-    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "base",
+    preset: Annotated[str, option(f"One of {', '.join(PRESETS)}.")] = "base",
     device: Device = "auto",
-    precision: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    precision: Annotated[str, option("fp32 or bf16.")] = "fp32",
     repeats: Repeats = 5,
     as_json: AsJson = False,
 ) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fastweights.commands.options import input_errors, interruptible, require, say
+from fastweights.commands.options import input_errors, interruptible, option, require, say
 from fastweights.common.tables import look_up
 from fastweights.data.manifest import Report
 from fastweights.data.prepare import prepare
@@ -24,37 +24,27 @@ def data(
         str | None,
         typer.Argument(metavar="KIND", help=f"One of {', '.join(CORPORA)}; --list describes them."),
     ] = None,
-    source: Annotated[
-        Path | None, typer.Option(help="The corpus' files: a folder, a file or a zip archive.", show_default=False)
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write to.", show_default="data/KIND")] = None,
+    source: Annotated[Path | None, option("The corpus' files: a folder, a file or a zip archive.", False)] = None,
+    out: Annotated[Path | None, option("Folder to write to.", "data/KIND")] = None,
     valid: Annotated[
-        Path | None, typer.Option(help="text, ids: validation file; wmt14, parallel: PATH of PATH.en and PATH.de.")
+        Path | None, option("text, ids: validation file; wmt14, parallel: PATH of PATH.en and PATH.de.")
     ] = None,
-    test: Annotated[Path | None, typer.Option(help="The same for the test set.")] = None,
-    min_count: Annotated[
-        int | None, typer.Option(help="text, embedded: rarer words become <unk>.", show_default="1, embedded 3")
-    ] = None,
-    max_words: Annotated[int | None, typer.Option(help="text, embedded: keep the most frequent words only.")] = None,
+    test: Annotated[Path | None, option("The same for the test set.")] = None,
+    min_count: Annotated[int | None, option("text, embedded: rarer words become <unk>.", "1, embedded 3")] = None,
+    max_words: Annotated[int | None, option("text, embedded: keep the most frequent words only.")] = None,
     source_language: Annotated[
-        str | None,
-        typer.Option(help="parallel: language to translate from, as its files' names end.", show_default="en"),
+        str | None, option("parallel: language to translate from, as its files' names end.", "en")
     ] = None,
-    target_language: Annotated[
-        str | None, typer.Option(help="parallel: language to translate to.", show_default="de")
-    ] = None,
+    target_language: Annotated[str | None, option("parallel: language to translate to.", "de")] = None,
     vocab: Annotated[
         int | None,
-        typer.Option(
-            help="wmt14, parallel, numbers: largest size of the vocabulary that both languages share.",
-            show_default="32000, numbers 400",
+        option(
+            "wmt14, parallel, numbers: largest size of the vocabulary that both languages share.", "32000, numbers 400"
         ),
     ] = None,
-    pairs: Annotated[int | None, typer.Option(help="numbers: pairs to train on.", show_default="20000")] = None,
-    held_out: Annotated[
-        int | None, typer.Option(help="numbers: pairs for validation and for the test.", show_default="500")
-    ] = None,
-    highest: Annotated[int | None, typer.Option(help="numbers: the highest number.", show_default="999")] = None,
+    pairs: Annotated[int | None, option("numbers: pairs to train on.", "20000")] = None,
+    held_out: Annotated[int | None, option("numbers: pairs for validation and for the test.", "500")] = None,
+    highest: Annotated[int | None, option("numbers: the highest number.", "999")] = None,
     allow_other: Annotated[
         bool, typer.Option("--allow-other", help="Take another corpus in the format of KIND, under its own name.")
     ] = False,

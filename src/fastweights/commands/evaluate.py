@@ -7,9 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from fastweights.commands.options import AsJson, Device, pick_device, require, say
+from fastweights.commands.options import AsJson, Device, option, pick_device, require, say
 from fastweights.commands.results import (
     Beam,
     LanguageFolder,
@@ -36,7 +34,7 @@ from fastweights.training.tasks.bleu import bleu
 # Sentences kept in the JSON file beside the score.
 SAMPLES = 20
 
-Data = Annotated[Path | None, typer.Option(help="The corpus, if it was moved since the training.", show_default=False)]
+Data = Annotated[Path | None, option("The corpus, if it was moved since the training.", False)]
 
 
 def lm(
@@ -44,27 +42,18 @@ def lm(
     split: Split = "valid",
     protocol: Annotated[
         str,
-        typer.Option(
-            help="segment: as validation in training; sliding: a window moved word by word; carried: segments that "
+        option(
+            "segment: as validation in training; sliding: a window moved word by word; carried: segments that "
             "each continue from the state of the one before."
         ),
     ] = "segment",
-    stride: Annotated[
-        int | None, typer.Option(help="sliding: words from one window to the next.", show_default="1")
-    ] = None,
+    stride: Annotated[int | None, option("sliding: words from one window to the next.", "1")] = None,
     batch: Annotated[
-        int | None,
-        typer.Option(help="Windows at once, or rows of text.", show_default="10; sliding: what fits; carried: 1"),
+        int | None, option("Windows at once, or rows of text.", "10; sliding: what fits; carried: 1")
     ] = None,
-    segment: Annotated[
-        int | None, typer.Option(help="Words in a segment or window.", show_default="as in training")
-    ] = None,
-    mem_len: Annotated[
-        int | None, typer.Option(help="xl: words remembered. Table 4 has 15, 64, 128, 384.", show_default="as trained")
-    ] = None,
-    clamp_len: Annotated[
-        int | None, typer.Option(help="xl: greatest distance told apart.", show_default="the segment of training")
-    ] = None,
+    segment: Annotated[int | None, option("Words in a segment or window.", "as in training")] = None,
+    mem_len: Annotated[int | None, option("xl: words remembered. Table 4 has 15, 64, 128, 384.", "as trained")] = None,
+    clamp_len: Annotated[int | None, option("xl: greatest distance told apart.", "the segment of training")] = None,
     checkpoint: Which = "best",
     data: Data = None,
     device: Device = "auto",
@@ -127,14 +116,10 @@ def mt(
     split: Split = "valid",
     beam: Beam = 4,
     length_penalty: LengthPenalty = 0.6,
-    batch: Annotated[
-        int | None, typer.Option(help="Sentences at once.", show_default="as many as suit the device")
-    ] = None,
+    batch: Annotated[int | None, option("Sentences at once.", "as many as suit the device")] = None,
     checkpoint: Which = "best",
     data: Data = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the translations to this file too, a line each.", show_default="nowhere")
-    ] = None,
+    out: Annotated[Path | None, option("Write the translations to this file too, a line each.", "nowhere")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:

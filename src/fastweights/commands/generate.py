@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fastweights.commands.options import Device, check_seed, pick_device, say
+from fastweights.commands.options import Device, check_seed, option, pick_device, say
 from fastweights.commands.results import LanguageFolder, Which, check_names, load, run_errors, writing
 from fastweights.data.text.vocabulary import UNKNOWN, Vocabulary, WordVocabulary, split_words
 from fastweights.inference.sample import Sampling
@@ -22,15 +22,15 @@ from fastweights.training.runs.saved import LanguageRun
 def generate(
     run: LanguageFolder,
     prompt: Annotated[
-        str, typer.Option(help="The beginning of the text, with spaces around words and signs; empty for a new line.")
+        str, option("The beginning of the text, with spaces around words and signs; empty for a new line.")
     ] = "",
-    tokens: Annotated[int, typer.Option(help="Words to add.")] = 100,
-    temperature: Annotated[float, typer.Option(help="Below 1 more predictable; 0 takes the most likely word.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Only the k most likely words.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Only the likeliest words that together reach p.")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    tokens: Annotated[int, option("Words to add.")] = 100,
+    temperature: Annotated[float, option("Below 1 more predictable; 0 takes the most likely word.")] = 1.0,
+    top_k: Annotated[int | None, option("Only the k most likely words.")] = None,
+    top_p: Annotated[float | None, option("Only the likeliest words that together reach p.")] = None,
+    seed: Annotated[int, option("The same seed gives the same text.")] = 0,
     checkpoint: Which = "best",
-    data: Annotated[Path | None, typer.Option(help="The corpus, if RUN has no copy of its vocabulary.")] = None,
+    data: Annotated[Path | None, option("The corpus, if RUN has no copy of its vocabulary.")] = None,
     device: Device = "auto",
 ) -> None:
     """Continue a prompt with a trained language model, printing words as they come.

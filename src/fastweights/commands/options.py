@@ -34,7 +34,13 @@ EXTRAS = {
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", **{name: name for name in CONFIGURED}}
 LARGEST_SEED = 2**63 - 1
 
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+
+def option(help: str, default: bool | str = True) -> Any:
+    """Return an option with its help and, where the default is decided elsewhere, what is shown for it."""
+    return typer.Option(help=help, show_default=default)
+
+
+Device = Annotated[str, option("auto, cpu, cuda or cuda:N.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and everything else on stderr.")]
 
 

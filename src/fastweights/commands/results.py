@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fastweights.commands.options import as_json, input_errors, interruptible, print_json, say
+from fastweights.commands.options import as_json, input_errors, interruptible, option, print_json, say
 from fastweights.common import provenance
 from fastweights.common.files import write_atomically
 from fastweights.common.tables import look_up
@@ -25,10 +25,10 @@ from fastweights.training.runs.saved import ModelT, SavedRun
 
 LanguageFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `fastweights train lm`.")]
 TranslationFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `fastweights train mt`.")]
-Split = Annotated[str, typer.Option(help="valid or test.")]
+Split = Annotated[str, option("valid or test.")]
 Which = Annotated[str, typer.Option("--checkpoint", help="best or last.")]
-Beam = Annotated[int, typer.Option(help="Hypotheses kept at each step; 1 is greedy search.")]
-LengthPenalty = Annotated[float, typer.Option(help="Above 0 favours longer translations.")]
+Beam = Annotated[int, option("Hypotheses kept at each step; 1 is greedy search.")]
+LengthPenalty = Annotated[float, option("Above 0 favours longer translations.")]
 # Seconds until the first line that tells how far the work has come, if the first tenth takes longer.
 SILENCE = 4.0
 

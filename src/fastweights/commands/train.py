@@ -96,9 +96,7 @@ class TrainingOptions:
 def lm(
     preset: Annotated[str, typer.Option(help=describe(PRESETS))],
     mixer: Annotated[str, typer.Option(help=f"Sequence layer: {', '.join(MIXER_CHOICES)}.")] = "delta",
-    data: Annotated[
-        Path | None, typer.Option(help="A prepared corpus.", show_default=f"{EMBEDDED}, prepared on first use")
-    ] = None,
+    data: Annotated[Path | None, own("A prepared corpus.", f"{EMBEDDED}, prepared on first use")] = None,
     rule: Annotated[str | None, own(f"Update rule: {', '.join(RULES)}.", "the mixer's")] = None,
     nu: Annotated[int | None, own("dpfp: its parameter ν.", "1")] = None,
     features: Annotated[int | None, own("performer: its number m of random features.", "d_head / 2")] = None,
@@ -159,9 +157,7 @@ def mt(
     attention: Annotated[
         str, typer.Option(help=f"Attention wherever no other is chosen: {', '.join(ATTENTIONS)}.")
     ] = "softmax",
-    data: Annotated[
-        Path | None, typer.Option(help="Prepared pairs.", show_default=f"{NUMBERS}, prepared on first use")
-    ] = None,
+    data: Annotated[Path | None, own("Prepared pairs.", f"{NUMBERS}, prepared on first use")] = None,
     encoder: Annotated[str | None, own("Attention within the source.", "--attention")] = None,
     decoder: Annotated[str | None, own("Attention of the target to its past.", "--attention")] = None,
     cross: Annotated[str | None, own("Attention of the target to the source.", "--attention")] = None,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fastweights.commands.lines import waiting_lines
-from fastweights.commands.options import Device, pick_device, require
+from fastweights.commands.options import Device, option, pick_device, require
 from fastweights.commands.results import (
     Beam,
     LengthPenalty,
@@ -30,12 +30,10 @@ def translate(
     beam: Beam = 4,
     length_penalty: LengthPenalty = 0.6,
     n_best: Annotated[
-        int, typer.Option(help="Translations of each line; from 2 on as LINE, SCORE and TEXT with tabs between.")
+        int, option("Translations of each line; from 2 on as LINE, SCORE and TEXT with tabs between.")
     ] = 1,
-    max_length: Annotated[
-        int | None, typer.Option(help="Most tokens of a translation.", show_default="50 more than the line has")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(help="Lines at once.", show_default="as many as suit the device")] = None,
+    max_length: Annotated[int | None, option("Most tokens of a translation.", "50 more than the line has")] = None,
+    batch: Annotated[int | None, option("Lines at once.", "as many as suit the device")] = None,
     checkpoint: Which = "best",
     device: Device = "auto",
     graph: Annotated[
