@@ -239,3 +239,44 @@ def test_the_second_call_is_the_same(rule):
 @pytest.mark.parametrize("options", [{"feature_map": "elu"}, {"rule": "gated_delta", "feature_map": "dpfp"}], ids=str)
 def test_a_whole_layer_in_a_graph(options):
     assert kernel_checks.layer_in_a_graph(**options)["right"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_transforms_and_batched_gradients():
+    """torch.func and forward mode give what the reference gives; batched gradients what single ones give."""
+    call = on_gpu(random_call("gated_delta", None, B=2, T=40, H=2, D=16, M=16).to(torch.float32))
+    tangent = torch.randn_like(call.v)
+
+    def run(backend):
+        return lambda v: call.with_inputs([call.q, call.k, v, *call.gates.values(), *call.state]).run(backend)[0]
+
+    ours, want = (torch.func.jvp(run(backend), (call.v,), (tangent,))[1] for backend in ("triton", "reference"))
+    torch.testing.assert_close(ours, want)
+    call = call.requiring_grad()
+    outputs = call.run("triton")
+    cotangents = [torch.randn(3, *y.shape, device="cuda") for y in outputs]
+    batched = torch.autograd.grad(outputs, call.inputs(), cotangents, retain_graph=True, is_grads_batched=True)
+    for i in range(3):
+        single = torch.autograd.grad(outputs, call.inputs(), [c[i] for c in cotangents], retain_graph=True)
+        assert relative_error([x[i] for x in batched], list(single)) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", ["delta", "gated_delta"])
+def test_what_is_not_finite_stays_in_its_row_head_text_and_mask(rule, dtype):
+    T, token = 200, 70
+    call = on_gpu(random_call(rule, None, 2, T, 2, 16, 16).to(dtype))
+    starts = torch.zeros(2, T, dtype=torch.bool, device="cuda")
+    mask = torch.ones(2, T, dtype=torch.bool, device="cuda")
+    starts[0, [token + 3, 150]], mask[1, 20] = True, False
+    clean = call.run("triton", starts=starts, mask=mask)
+    for x in (call.q, call.k, call.v, *call.gates.values()):
+        x[1, 20] = float("nan")
+        x[0, token, 1] = float("nan")
+    found = call.run("triton", starts=starts, mask=mask)
+    y, want = found[0], clean[0]
+    assert y[0, token, 1].isnan().all()
+    assert torch.equal(y[1], want[1])
+    assert torch.equal(y[0, :, 0], want[0, :, 0])
+    assert torch.equal(y[0, token + 3 :], want[0, token + 3 :])
+    assert torch.equal(found[1], clean[1])

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fastweights.ops.gpu.memory.kinds import Kind
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -12,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from fastweights.ops.chunked import chunk_length
 from fastweights.ops.features import PLAIN
 from fastweights.ops.gpu.memory import autograd
+from fastweights.ops.gpu.memory.signatures import WalkSignature
 from fastweights.ops.gpu.memory.strides import addressable, common_strides, strides_of
 from fastweights.ops.gpu.memory.variants import LONG, SplitWalk, configuration
 from tests.ops.calls import random_call
@@ -125,7 +125,7 @@ def test_few_long_sequences_are_handed_to_the_kernels_over_groups(monkeypatch):
     B, T, H, D = 1, 4 * LONG, 2, 64
     q = torch.empty(B, T, H, D, dtype=torch.bfloat16, device="meta")
     gates = (None, torch.empty(B, T, H, device="meta"), None)
-    kind = Kind.of(q, q, gates, True, None, configuration(D, D, q.dtype, B * H, T), PLAIN)
+    kind = WalkSignature.of(q, q, gates, True, None, configuration(D, D, q.dtype, B * H, T), PLAIN)
     monkeypatch.setattr(autograd, "_grouped", lambda: SimpleNamespace(forward=lambda *_: "by groups"))
     assert autograd.Walk(kind, True).forward((q, q, q, *gates), None, None, q.dtype, True) == "by groups"
 
