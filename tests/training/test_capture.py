@@ -165,16 +165,18 @@ def test_results_of_a_loss_that_is_a_graph_are_copied(monkeypatch, graph):
 def test_gradients_of_a_loss_that_is_a_graph_are_copied_before_the_next_adds_to_them(
     monkeypatch, graph, accumulate, copies
 ):
-    made, calls = make_learner(monkeypatch, graph, accumulate=accumulate), []
-    own = made._own_gradients
+    made, calls, batches = make_learner(monkeypatch, graph, accumulate=accumulate), [], []
+    own, forward = made._own_gradients, made._forward
 
     def watched():
         before = [(p.grad, p.grad.data_ptr()) for p in made._parameters]
         own()
         after = [p.grad for p in made._parameters]
         assert all(torch.equal(old, new) for (old, _), new in zip(before, after, strict=True))
-        calls.append(all(place != new.data_ptr() for (_, place), new in zip(before, after, strict=True)))
+        assert all(place != new.data_ptr() for (_, place), new in zip(before, after, strict=True))
+        calls.append(len(batches))
 
     monkeypatch.setattr(made, "_own_gradients", watched)
+    monkeypatch.setattr(made, "_forward", lambda *arguments: batches.append(0) or forward(*arguments))
     made.advance()
-    assert calls == [True] * copies
+    assert calls == [1] * copies

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastweights.data.text.corpus import TokenStream
-from fastweights.training.tasks.evaluate import Perplexity, Protocol, measure, protocol
+from fastweights.training.tasks.evaluate import _WORDS, Perplexity, Protocol, measure, protocol
 
 from .small_text import random_model
 
@@ -89,6 +89,14 @@ def test_a_carried_state_reads_the_text_as_one(name, segment):
     found = measure(model, TokenStream(tokens), Protocol(name="carried", segment=segment, batch=1, carry=True))
     assert found.tokens == N - 1
     assert found.nll == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_windows_of_one_batch_have_as_many_words_as_the_device_likes():
+    config = random_model().config
+    assert protocol("sliding", config, 256).batch == protocol("sliding", config, 256, device="mps").batch == 8192 // 256
+    assert protocol("sliding", config, 256, device="cuda:0").batch == _WORDS["cuda"] // 256 > 32
+    assert protocol("sliding", config, 8192).batch == protocol("sliding", config, 9000).batch == 1
+    assert protocol("sliding", config, 256, batch=3).batch == 3
 
 
 @pytest.mark.parametrize(("mem_len", "segment"), [(15, 1), (4, 4), (0, 4), (64, 64)])

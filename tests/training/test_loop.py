@@ -249,6 +249,14 @@ def test_the_best_is_kept_and_higher_can_be_better(tmp_path):
         load_weights(model, tmp_path / "elsewhere")
 
 
+def test_what_is_better():
+    lower, higher = Score("loss"), Score("bleu", higher_is_better=True)
+    assert lower.beats(1.0, 2.0) and not lower.beats(2.0, 1.0) and not higher.beats(1.0, 2.0) and higher.beats(2.0, 1.0)
+    for score in (lower, higher):
+        assert score.beats(1.0, None) and not score.beats(1.0, 1.0)
+        assert not score.beats(float("nan"), None) and not score.beats(float("nan"), 1.0)
+
+
 def test_validation_without_the_score(tmp_path):
     class Unscored(TinyTask):
         def validate(self, model):
@@ -345,10 +353,25 @@ def test_bad_settings_are_named():
         ({"precision": "16"}, "precision must be one of 32-true"),
         ({"clip": 0.0}, "clip must be positive"),
         ({"compile": "fast"}, "compile must be None or one of default"),
+        ({"graph": True, "compile": "max-autotune"}, "or compile = 'default' or 'max-autotune-no-cudagraphs'"),
         ({"strategy": "dp"}, "strategy must be one of auto"),
         ({"lr": float("nan")}, "lr must be a finite number"),
         ({"warmup": -1}, "warmup must be at least 0"),
         ({"eval_every": 0}, "eval_every must be a whole number of at least 1 or None"),
+        ({"log_every": None}, "log_every must be a whole number of at least 1, got None"),
+        ({"accumulate": 1.5}, "accumulate must be a whole number"),
+        ({"checkpoint_minutes": 0}, "checkpoint_minutes must be positive, or None for none"),
+        ({"lr": -0.1}, "lr must be a finite number of at least 0"),
+        ({"schedule": "trapezoid", "cooldown": 0.0}, "cooldown must be a share of the steps above 0 and at most 1"),
+        ({"schedule": "trapezoid", "cooldown": 1.1}, "cooldown must be a share"),
+        ({"cooldown": 0.5}, "cooldown is for schedule 'trapezoid'; with 'cosine' leave it out"),
+        ({"muon_lr": 0.5}, "muon_lr is for optimizer 'muon'"),
+        ({"optimizer": "muon", "lr": 0.0}, "needs lr and muon_lr above 0"),
+        ({"optimizer": "muon", "muon_lr": 0.0}, "needs lr and muon_lr above 0"),
     ]:
         with pytest.raises(ValueError, match=words):
             config(**changes)
+    least = {"steps": 1, "warmup": 0, "lr": 0.0, "eval_every": 1, "log_every": 1, "accumulate": 1, "keep": 1}
+    assert config(**least).steps == 1 and config(schedule="trapezoid", cooldown=1.0).cooldown == 1
+    assert config(eval_every=None, checkpoint_every=None, clip=None, checkpoint_minutes=None).clip is None
+    assert config(graph=True, compile="default").graph
