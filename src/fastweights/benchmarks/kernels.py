@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
@@ -33,7 +33,7 @@ from fastweights.benchmarks.kernel_rivals import (
     measure_rival,
 )
 from fastweights.benchmarks.record import Out, Record
-from fastweights.benchmarks.timing import bandwidth, failure_noted, measure
+from fastweights.benchmarks.timing import attempt, bandwidth, failure_noted, measure
 from fastweights.commands.options import AsJson, option
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.features import Features
@@ -97,10 +97,8 @@ def _case(
     for rival, make in make_rivals(shape, dtype, which):
         if rival.startswith("fla"):
             case["measured"][rival] = separate(measure_rival, shape, dtype, rival, budget_ms)
-            continue
-        case["measured"][rival] = {}
-        with _noted(case["measured"][rival]):
-            case["measured"][rival] |= measure(make, budget_ms)
+        else:
+            case["measured"][rival] = attempt(measure, make, budget_ms)
     return case
 
 
@@ -142,35 +140,23 @@ def _in_layers(budget_ms: float, which: tuple[str, ...], separate: SeparateProce
         for dtype in DTYPES:
             for features in MAPS:
                 row: dict[str, Any] = {"part": "features", "name": name, "dtype": dtype, "nu": features.nu}
-                with _noted(row):
+                with failure_noted(row):
                     row["error"] = kernel_layers.fused_error(name, DTYPES[dtype], features)
                     row["right"] = row["error"] <= LIMITS[dtype]
                 for way, inside in (("inside", True), ("before", False)):
-                    row[way] = {}
-                    with _noted(row[way]):
-                        row[way] |= kernel_layers.fused(name, DTYPES[dtype], features, inside, budget_ms)
+                    row[way] = attempt(kernel_layers.fused, name, DTYPES[dtype], features, inside, budget_ms)
                 yield row
     for name in kernel_layers.HEADS:
         for phi, nu in (("elu", 0), ("dpfp", 3)):
             row = {"part": "layer", "name": name, "feature_map": phi, "nu": nu}
-            with _noted(row):
-                row |= kernel_layers.layer(name, phi, nu, budget_ms)
-            yield row
+            yield row | attempt(kernel_layers.layer, name, phi, nu, budget_ms)
     for batch in kernel_layers.BATCHES:
         row = {"part": "decode", "batch": batch, "measured": {}}
-        with _noted(row):
+        with failure_noted(row):
             row["measured"] |= kernel_layers.decode(batch, budget_ms)
         if "fla" in which and has_fla():
             row["measured"]["fla recurrent"] = separate(kernel_layers.decode_fla, batch, budget_ms)
         yield row
-
-
-@contextmanager
-def _noted(row: dict[str, Any]) -> Iterator[None]:
-    """Note a failure in `row`, and give the memory back to the device."""
-    with failure_noted(row):
-        yield
-    torch.cuda.empty_cache()
 
 
 def _checks(console: Console, quick: bool) -> Iterator[dict[str, Any]]:
@@ -182,10 +168,8 @@ def _checks(console: Console, quick: bool) -> Iterator[dict[str, Any]]:
     for key, found in kernel_checks.check_kinds(kinds, min(16, os.cpu_count() or 1)).items():
         yield {"part": "check", "name": key, **found}
     for options in ({"feature_map": "elu"}, {"rule": "gated_delta", "feature_map": "dpfp"}):
-        row: dict[str, Any] = {"part": "graph", "name": f"layer {options}", "right": False}
-        with _noted(row):
-            row |= kernel_checks.layer_in_a_graph(**options)
-        yield row
+        row = {"part": "graph", "name": f"layer {options}", "right": False}
+        yield row | attempt(kernel_checks.layer_in_a_graph, **options)
 
 
 def _cases(quick: bool) -> Iterator[tuple[str, str]]:

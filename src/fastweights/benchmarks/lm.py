@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fastweights.benchmarks.record import Out, Record
-from fastweights.benchmarks.timing import kernel_times
+from fastweights.benchmarks.timing import attempt, kernel_times
 from fastweights.commands.options import AsJson, chosen_names, input_errors, option, require
 from fastweights.common.tables import look_up
 from fastweights.data.text.corpus import Corpus, TokenStream
@@ -207,15 +207,6 @@ def tidy(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _attempt(function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-    """Return what it returns, or why it failed: one model must not take the others' measurements with it."""
-    try:
-        result: dict[str, Any] = function(*arguments, **options)
-        return result
-    except Exception as error:
-        return {"failure": f"{type(error).__name__}: {str(error)[:400]}"}
-
-
 def case(
     corpus: Corpus, size: str, model: str, ways: Sequence[str], device: str, steps: int, compared: int
 ) -> dict[str, Any]:
@@ -223,10 +214,10 @@ def case(
     row: dict[str, Any] = {"size": size, "model": model, "data": corpus.manifest["name"]}
     same = [way for way in ways if WAYS[way].change is None]
     if compared and len(same) > 1:
-        row["agreement"] = _attempt(agreement, corpus, size, model, same, device, compared)
+        row["agreement"] = attempt(agreement, corpus, size, model, same, device, compared)
     for way in ways:
         tidy(device)
-        row[way] = _attempt(lambda way=way: measure(make(corpus, size, model, way, device), steps))
+        row[way] = attempt(lambda way=way: measure(make(corpus, size, model, way, device), steps))
     tidy(device)
     return row
 

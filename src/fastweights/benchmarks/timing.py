@@ -114,6 +114,15 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
+def attempt(function: Callable[..., dict[str, Any]], *arguments: Any, **options: Any) -> dict[str, Any]:
+    """Return what it returns, or why it failed, and give the memory back to the device."""
+    result: dict[str, Any] = {}
+    with failure_noted(result):
+        result |= function(*arguments, **options)
+    torch.cuda.empty_cache()
+    return result
+
+
 @contextmanager
 def failure_noted(row: dict[str, Any], key: str = "failure") -> Iterator[None]:
     """Let what fails inside be an entry of `row`, so that the other measurements can still be made."""
@@ -124,5 +133,5 @@ def failure_noted(row: dict[str, Any], key: str = "failure") -> Iterator[None]:
 
 
 def in_one_line(error: Exception) -> str:
-    """Return the kind of an error and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}" if str(error) else type(error).__name__
+    """Return the kind of an error and the beginning of its message."""
+    return ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split())[:400])))
