@@ -6,7 +6,7 @@ Triton is imported when the kernels first run. n tokens of size d_model, d_ff en
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,21 +17,15 @@ from fastweights.ops.gpu.device import use_device_of
 TILES = {128: (128, 64, 4, 4, 2), 256: (64, 64, 4, 4, 2)}
 
 
-class Gradients(NamedTuple):
-    """Gradients of the four inputs; that of b_1 is at least float32."""
+def _plan(x: Tensor, F: int, p: float, **more: Any) -> tuple[Any, int, dict[str, int]]:
+    """Return what a kernel is compiled for, `more` included, how many programs it has, and their resources."""
+    from fastweights.ops.gpu.feedforward.kernels import Options
 
-    x: Tensor  # (n, d_model)
-    w1: Tensor  # (d_ff, d_model)
-    b1: Tensor  # (d_ff,)
-    w2: Tensor  # (d_model, d_ff)
-
-
-def _constants(x: Tensor, p: float) -> dict[str, Any]:
-    """Return the compile-time arguments that both kernels take."""
-    d = x.shape[1]
-    tile, step, span, warps, stages = next(sizes for largest, sizes in TILES.items() if largest >= d)
-    sizes = {"TILE": tile, "STEP": step, "SPAN": span, "BLOCK_K": max(16, 1 << (d - 1).bit_length())}
-    return {**sizes, "SCALE": 1 / (1 - p), "num_warps": warps, "num_stages": stages}
+    n, K = x.shape
+    tile, step, span, warps, stages = next(sizes for largest, sizes in TILES.items() if largest >= K)
+    split = {"tile": tile, "step": step, "span": span, "block_K": max(16, 1 << (K - 1).bit_length())}
+    options = Options(K=K, F=F, **split, scale=1 / (1 - p), **more)
+    return options, -(-n // tile) * -(-F // (step * span)), {"num_warps": warps, "num_stages": stages}
 
 
 def forward(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
@@ -40,30 +34,26 @@ def forward(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, seed: Tensor, p: floa
 
     from fastweights.ops.gpu.feedforward.kernels import widen
 
-    x, w1 = x.contiguous(), w1.contiguous()
-    (n, K), F = x.shape, len(w1)
-    middle = x.new_empty(n, F)
-    constants = _constants(x, p) | {
-        "THRESHOLD": min(round(p * 2**32), 2**32 - 1),
-        "ACC": tl.float64 if x.dtype == torch.float64 else tl.float32,
-    }
-    grid = -(-n // constants["TILE"]) * -(-F // (constants["STEP"] * constants["SPAN"]))
+    x, w1, n = x.contiguous(), w1.contiguous(), len(x)
+    middle = x.new_empty(n, len(w1))
+    acc = tl.float64 if x.dtype == torch.float64 else tl.float32
+    options, grid, resources = _plan(x, len(w1), p, threshold=min(round(p * 2**32), 2**32 - 1), acc=acc)
     with use_device_of(x):
-        widen[(grid,)](x, w1, b1, seed, middle, n, K, F, **constants)
+        widen[(grid,)](x, w1, b1, seed, middle, n, options, **resources)
     return middle @ w2.mT, middle
 
 
-def backward(dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, middle: Tensor, p: float) -> Gradients:
-    """Compute the gradients under `dy` (n, d_model) from the middle that `forward` returned."""
+def backward(
+    dy: Tensor, x: Tensor, w1: Tensor, w2: Tensor, middle: Tensor, p: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of x, W_1, b_1 (at least float32) and W_2 under `dy` (n, d_model) from the middle."""
     from fastweights.ops.gpu.feedforward.kernels import widen_gradient
 
     dy, x, w2 = dy.contiguous(), x.contiguous(), w2.contiguous()
-    (n, K), F = dy.shape, middle.shape[1]
-    constants = _constants(x, p)
-    tiles = -(-n // constants["TILE"])
+    n, F = middle.shape
+    options, grid, resources = _plan(x, F, p)
     d_middle = torch.empty_like(middle)
-    d_bias = x.new_empty(tiles, F, dtype=torch.promote_types(x.dtype, torch.float32))
-    grid = tiles * -(-F // (constants["STEP"] * constants["SPAN"]))
+    d_bias = x.new_empty(-(-n // options.tile), F, dtype=torch.promote_types(x.dtype, torch.float32))
     with use_device_of(x):
-        widen_gradient[(grid,)](dy, w2, middle, d_middle, d_bias, n, K, F, **constants)
-    return Gradients(d_middle @ w1, d_middle.mT @ x, d_bias.sum(0), dy.mT @ middle)
+        widen_gradient[(grid,)](dy, w2, middle, d_middle, d_bias, n, options, **resources)
+    return d_middle @ w1, d_middle.mT @ x, d_bias.sum(0), dy.mT @ middle
