@@ -14,10 +14,11 @@ import triton
 import typer
 from rich.console import Console
 
-from fastweights.benchmarks import kernel_checks, kernels, record
+from fastweights.benchmarks import kernel_checks, kernels
 from fastweights.benchmarks.first_call import first_calls
 from fastweights.benchmarks.kernel_rivals import RIVALS, SeparateProcess, make_rivals
 from fastweights.commands import info
+from fastweights.common import provenance
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.gpu.memory.signatures import WalkSignature
 from fastweights.ops.gpu.memory.variants import RecurrentWalk, plain_rows
@@ -44,7 +45,7 @@ def test_no_kernels_to_check_is_no_failure(capsys):
 def test_what_fails_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
     """Without a GPU every measurement fails, each for itself."""
     monkeypatch.setattr(kernels, "BACKENDS", {"triton": SimpleNamespace(unavailable=lambda: None)})
-    monkeypatch.setattr(record, "hardware", lambda device: "a GPU")
+    monkeypatch.setattr(provenance, "hardware", lambda device: "a GPU")
     monkeypatch.setattr(kernels, "bandwidth", lambda: 4e12)
     monkeypatch.setattr(kernel_checks, "check_kinds", lambda kinds, workers: {})
     first = {"part": "first call", "name": "paper small", "checked": {"first_s": 1.5}}

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import torch
@@ -35,6 +33,7 @@ from fastweights.benchmarks.kernel_rivals import (
 from fastweights.benchmarks.record import Out, Record
 from fastweights.benchmarks.timing import attempt, bandwidth, failure_noted, measure
 from fastweights.commands.options import AsJson, option
+from fastweights.common.provenance import installed
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.self_check import relative_errors
@@ -74,14 +73,6 @@ def floor_ms(shape: Shape, dtype: torch.dtype, bytes_per_s: float) -> float:
     B, T, H, D, M = shape
     # q, k, v in, y out; then q, k, v, dy in, dq, dk, dv out; and beta three times.
     return 1e3 * B * T * H * ((6 * D + 5 * M) * dtype.itemsize + 3 * 4) / bytes_per_s
-
-
-def _more_versions() -> dict[str, str]:
-    found = {}
-    for package in ("triton", "fla-core"):
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
 
 
 def _case(
@@ -202,7 +193,7 @@ def run(
         console.print(f"nothing to measure: {reason}")
         raise typer.Exit(1)
     bytes_per_s = bandwidth()
-    record.add({"part": "machine", "bandwidth_bytes_per_s": bytes_per_s, **_more_versions()})
+    record.add({"part": "machine", "bandwidth_bytes_per_s": bytes_per_s, **installed("triton", "fla-core")})
     separate = SeparateProcess()
     cases = []
     budget_ms = 20 if quick else 60

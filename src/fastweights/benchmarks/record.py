@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fastweights.commands.options import option
 from fastweights.common.files import write_atomically
-from fastweights.common.provenance import commit, hardware, versions
+from fastweights.common.provenance import origin
 
 Out = Annotated[Path | None, option("Write the measurements to this JSON file.", False)]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed runs for each number; the median is reported.")]
@@ -51,9 +51,7 @@ class Record:
     def _text(self) -> str:
         record = {
             "benchmark": self.benchmark,
-            "commit": commit(),
-            "hardware": hardware(self.device),
-            "versions": versions(),
+            **origin(self.device),
             "threads": torch.get_num_threads(),
             "seed": self.seed,
             "wall_s": round(time.perf_counter() - self._start, 1),

@@ -20,9 +20,9 @@ from fastweights.commands.results import (
     keep_result,
     load,
     measuring,
-    provenance_of,
     run_errors,
 )
+from fastweights.common.provenance import origin
 from fastweights.data.text.documents import mark_documents
 from fastweights.inference.beam import Search
 from fastweights.inference.translate import translate
@@ -102,7 +102,7 @@ def lm(
         about["state_size"] = model.state_size(how.segment)
     numbers = {"ppl": score.ppl if math.isfinite(score.ppl) else str(score.ppl), "loss": score.loss}
     numbers |= {"bits_per_token": score.bits, "tokens": score.tokens, "wall_s": wall}
-    record = {**about, **numbers, "tokens_per_s": score.tokens / wall, **provenance_of(device)}
+    record = {**about, **numbers, "tokens_per_s": score.tokens / wall, **origin(device), "device": device}
     what = "byte" if corpus.vocabulary.kind == "bytes" else "word"
     lines = [
         f"perplexity {score.ppl:.3f}, {score.bits:.4f} bits per {what}",
@@ -154,7 +154,8 @@ def mt(
         "wall_s": wall,
         "sentences_per_s": len(translations) / wall,
         "samples": [dict(zip(("source", "translation", "reference"), sample, strict=True)) for sample in samples],
-        **provenance_of(device),
+        **origin(device),
+        "device": device,
     }
     lines = [
         f"BLEU {score.score:.2f}  ({score.signature})",

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fastweights.commands.options import as_json, input_errors, interruptible, option, print_json, say
-from fastweights.common import provenance
 from fastweights.common.files import write_atomically
 from fastweights.common.tables import look_up
 from fastweights.training.runs.checkpoint import Checkpoint, CheckpointError
@@ -60,12 +59,6 @@ def load(run: SavedRun[Any, ModelT, Any], which: str, device: str) -> tuple[Mode
                 "--lr and --fresh"
             )
     return model, checkpoint
-
-
-def provenance_of(device: str) -> dict[str, Any]:
-    """Return which code and machine a number is from."""
-    about = {"commit": provenance.commit(), "hardware": provenance.hardware(device), "device": device}
-    return {**about, "versions": provenance.versions()}
 
 
 def keep_result(

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from fastweights.commands.options import PRECISIONS, flat, input_errors, interruptible, read_settings, require, say
-from fastweights.common import provenance
+from fastweights.common.provenance import origin
 from fastweights.common.tables import look_up
 from fastweights.data.manifest import EMBEDDED, NUMBERS
 from fastweights.data.pairs.bpe import Tokenizer
@@ -253,8 +253,7 @@ def run_training(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Absolute: the run may be used from another folder than the one it was started in.
     about: dict[str, Any] = {"data": str(corpus.folder.resolve()), "corpus": corpus.manifest["name"]}
-    about |= {"commit": provenance.commit(), "hardware": provenance.hardware(device)}
-    about |= {"versions": provenance.versions(), "command": shlex.join(["fastweights", *sys.argv[1:]])}
+    about |= {**origin(device), "command": shlex.join(["fastweights", *sys.argv[1:]])}
     try:
         with input_errors((ValueError, ImportError)):
             keep_vocabulary(out, vocabulary, options.fresh)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import fastweights
 
@@ -64,10 +66,19 @@ def _processor() -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    found = {"fastweights": fastweights.__version__, "python": platform.python_version()}
-    for package in ("torch", "numpy"):
-        try:
+    """Return the versions of this library, Python, and what it computes with."""
+    return {"fastweights": fastweights.__version__, "python": platform.python_version(), **installed("torch", "numpy")}
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """Return the versions of those of the packages that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
+
+
+def origin(device: str) -> dict[str, Any]:
+    """Return which code, machine and versions a number is from that is measured on `device`."""
+    return {"commit": commit(), "hardware": hardware(device), "versions": versions()}

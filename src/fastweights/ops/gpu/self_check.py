@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fastweights.common.files import write_atomically
+from fastweights.common.provenance import installed
 
 ENVIRONMENT = "FASTWEIGHTS_SELF_CHECK"
 
@@ -165,15 +165,11 @@ def machine(device: torch.device, source: Path) -> dict[str, str]:
     except OSError:
         driver = f"built for CUDA {torch.version.cuda}"
     code = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(source.rglob("*.py")) or [source]))
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "unknown"
     return {
         "gpu": torch.cuda.get_device_name(device),
         "driver": driver,
         "torch": f"torch {torch.__version__}",
-        "triton": f"Triton {triton}",
+        "triton": f"Triton {installed('triton').get('triton', 'unknown')}",
         "source": f"kernels {code.hexdigest()[:12]}",
     }
 
