@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import fastweights as fw
+from fastweights.benchmarks.kernel_rivals import Shape, inputs
 from fastweights.benchmarks.timing import Forward, eager_and_graph, failure_noted, measure
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.self_check import relative_errors
@@ -21,7 +22,7 @@ HEADS = {"paper small": (96, 256, 8, 16, 16), "paper medium": (56, 384, 8, 32, 3
 LAYERS, BATCHES, CACHED = 16, (1, 256), 4096
 
 
-def raw_inputs(shape: tuple[int, int, int, int, int], dtype: torch.dtype, sliced: bool = False) -> list[Tensor]:
+def raw_inputs(shape: Shape, dtype: torch.dtype, sliced: bool = False) -> list[Tensor]:
     """Return q, k, v and the logit of beta, which need gradients, or `sliced` from one projection, which do not."""
     B, T, H, d, M = shape
     generator = torch.Generator("cuda").manual_seed(0)
@@ -85,16 +86,13 @@ Step = Callable[[], object]
 
 
 def _token(batch: int, H: int, d: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[FastWeightState]]:
-    """Return q, k, v and the logit of beta of one token, and the memories of `LAYERS` layers."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    """Return q, k, v and the logit of beta of one token, and the memories of `LAYERS` layers.
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device="cuda", generator=generator)
-
-    q, k, v = (normal(batch, 1, H, d).bfloat16() for _ in range(3))
-    # Keys of length 1, so that the memories that are written again and again stay bounded.
-    k = torch.nn.functional.normalize(k, dim=-1)
-    return q, k, v, normal(batch, 1, H).bfloat16(), [FastWeightState(normal(batch, H, d, d)) for _ in range(LAYERS)]
+    Keys have length 1, so that the memories that are written again and again stay bounded.
+    """
+    q, k, v, beta = inputs((batch, 1, H, d, d), torch.bfloat16)
+    states = [FastWeightState(torch.randn(batch, H, d, d, device="cuda")) for _ in range(LAYERS)]
+    return q, k, v, beta.bfloat16(), states
 
 
 def decode(batch: int, budget_ms: float, H: int = 8, d: int = 32) -> dict[str, dict[str, Any]]:
