@@ -264,3 +264,14 @@ def test_documents_are_part_of_the_run(corpus, tmp_path):
         small_task(corpus, "xl", documents="paragraphs")
     with pytest.raises(ValueError, match="positions"):
         small_task(corpus, "delta", documents="paragraphs")
+
+
+def test_the_vocabulary_beside_a_run_is_replaced_with_the_run_alone(corpus, tmp_path):
+    kept = tmp_path / corpus.vocabulary.file
+    keep_vocabulary(tmp_path, corpus.vocabulary)
+    written = kept.read_bytes()
+    kept.write_bytes(b"of the run that is there")
+    keep_vocabulary(tmp_path, corpus.vocabulary)
+    assert kept.read_bytes() == b"of the run that is there"
+    keep_vocabulary(tmp_path, corpus.vocabulary, fresh=True)
+    assert kept.read_bytes() == written == corpus.vocabulary.dump()

@@ -1,6 +1,7 @@
 """Schedules in closed form, Adam and clipping against torch's own."""
 
 import math
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -138,5 +139,7 @@ def test_defaults_are_those_of_the_authors_language_models():
     assert (settings.eval_every, settings.log_every, settings.first_step_full) == (4000, 200, False)
     # Of our own: a checkpoint every ten minutes, of which two are kept beside the best.
     assert (settings.checkpoint_every, settings.checkpoint_minutes, settings.keep) == (None, 10.0, 2)
+    with pytest.raises(FrozenInstanceError):
+        settings.lr = 1.0
     trapezoid, muon = TrainingConfig(steps=1, schedule="trapezoid"), TrainingConfig(steps=1, optimizer="muon")
     assert (trapezoid.cooldown, muon.muon_lr) == (0.2, 0.02)

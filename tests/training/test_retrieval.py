@@ -1,7 +1,8 @@
-"""The configuration of a retrieval cell: the paper's protocol, and the limits of its numbers."""
+"""A retrieval cell: the paper's protocol, the limits of its numbers, and when cells are trained in other processes."""
 
 import pytest
 
+from fastweights.training.tasks import retrieval
 from fastweights.training.tasks.retrieval_cell import RetrievalConfig, RetrievalResult
 
 
@@ -40,3 +41,13 @@ def test_what_is_no_number_of_things():
 def test_each_reason_to_stop_counts_from_its_number_on(step, loss, stopped):
     cell, result = config(patience=10, max_steps=30), RetrievalResult(curve=[(10, 0.2)])
     assert result.observe(cell, step, loss) == bool(stopped) and result.stopped == stopped
+
+
+@pytest.mark.parametrize(("cells", "jobs", "processes"), [(3, 1, None), (1, 4, None), (2, 2, 2), (3, 8, 3)])
+def test_processes_are_started_for_several_cells_at_a_time(monkeypatch, cells, jobs, processes):
+    started = []
+    monkeypatch.setattr(retrieval, "train_cell", lambda cell, on_progress: cell.seed)
+    monkeypatch.setattr(retrieval, "_train_in_processes", lambda cells, jobs, on_progress: started.append(jobs) or [])
+    given = [config(seed=seed) for seed in range(cells)]
+    here = [result for _, result in retrieval.train(given, jobs=jobs)]
+    assert (started, here) == (([], list(range(cells))) if processes is None else ([processes], []))
