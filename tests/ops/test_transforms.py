@@ -6,6 +6,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import fastweights as fw
+from fastweights.ops import operator
 from tests.ops.calls import NORMALIZATIONS, PAIRS, random_call
 
 BACKENDS = ["chunked", "cpu", "auto"]
@@ -123,6 +124,18 @@ def test_batched_gradients(backend, rule, normalization):
     for i in range(5):
         wanted = torch.autograd.grad(outputs[1], call.v, cotangents[1][i], retain_graph=True)[0]
         torch.testing.assert_close(only[i], wanted)
+
+
+def test_batched_gradients_of_many_heads(monkeypatch):
+    """More than are run at once."""
+    monkeypatch.setattr(operator, "_MOST_HEADS", 4)
+    call = random_call("delta", B=1, T=5, H=2, D=3, M=2).requiring_grad()
+    y = call.run("cpu")[0]
+    cotangents = torch.randn(5, *y.shape, dtype=torch.float64)
+    found = torch.autograd.grad(y, call.inputs(), cotangents, retain_graph=True, is_grads_batched=True)
+    for i in range(5):
+        wanted = torch.autograd.grad(y, call.inputs(), cotangents[i], retain_graph=True)
+        torch.testing.assert_close([x[i] for x in found], list(wanted))
 
 
 def test_batched_gradients_of_packed_sequences():

@@ -468,3 +468,15 @@ def test_what_is_not_finite_stays_in_its_row_head_text_and_mask(rule, normalizat
     assert torch.equal(y[0, 12:], want[0, 12:])
     for ours, theirs in zip(found[1:], clean[1:], strict=True):
         assert torch.equal(ours, theirs)
+
+
+@inside
+@pytest.mark.parametrize("rule", ["delta", "gated_delta"])
+def test_batched_gradients(rule):
+    call = random_call(rule, None, 2, 20, 2, 8, 8).requiring_grad()
+    outputs = call.run("triton")
+    cotangents = [torch.randn(3, *y.shape, dtype=torch.float64) for y in outputs]
+    batched = torch.autograd.grad(outputs, call.inputs(), cotangents, retain_graph=True, is_grads_batched=True)
+    for i in range(3):
+        single = torch.autograd.grad(outputs, call.inputs(), [c[i] for c in cotangents], retain_graph=True)
+        torch.testing.assert_close([x[i] for x in batched], list(single))

@@ -21,6 +21,8 @@ from torch import Tensor
 from fastweights.ops.eager import batch_level, is_eager_gradient, wants_gradients, without_batch
 
 Gradients = tuple[Tensor | None, ...]
+# Kernels count the entries of all heads in 32 bits.
+_MOST_HEADS = 512
 
 
 def number_of_chunks(q: Tensor, chunk: int, cu_seqlens: Tensor | None) -> int:
@@ -121,22 +123,31 @@ class Operator:
         return _by_input(grads, tensors, ctx, 3)
 
     def _more_heads(self, n: int, dims: Sequence[int | None], args: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
-        """Run n backward passes as one: heads have nothing to do with each other, so n calls are n times the heads.
+        """Run n backward passes as a few: heads have nothing to do with each other, so n calls are n times the heads.
 
         `dims` say where those of `args` that have it have the axis of the n calls.
         """
+        dims = [*dims, *[None] * len(self.axes)]
+        tensors, settings = args[: len(self.axes)], args[len(self.axes) :]
+        at_once = max(1, _MOST_HEADS // args[2].shape[2])
 
-        def widened(x: Tensor | None, dim: int | None, axis: int) -> Tensor | None:
+        def widened(x: Tensor | None, dim: int | None, axis: int, first: int, count: int) -> Tensor | None:
             if x is None:
                 return None
-            x = x.unsqueeze(axis).expand(*x.shape[:axis], n, *x.shape[axis:]) if dim is None else x.movedim(dim, axis)
+            if dim is None:
+                x = x.unsqueeze(axis).expand(*x.shape[:axis], count, *x.shape[axis:])
+            else:
+                x = x.narrow(dim, first, count).movedim(dim, axis)
             return x.flatten(axis, axis + 1)
 
-        dims = [*dims, *[None] * len(self.axes)]
-        tensors = [widened(x, dim, axis) for x, dim, axis in zip(args, dims, self.axes, strict=False)]
-        *tokens, dW = self.backward_op(*tensors, *args[len(self.axes) :])
-        parts = [*(x.unflatten(2, (n, -1)) for x in tokens), dW.unflatten(1, (n, -1))]
-        return parts, [*[2] * len(tokens), 1]
+        parts = []
+        for first in range(0, n, at_once):
+            count = min(at_once, n - first)
+            some = [widened(x, dim, axis, first, count) for x, dim, axis in zip(tensors, dims, self.axes, strict=False)]
+            *tokens, dW = self.backward_op(*some, *settings)
+            parts.append([*(x.unflatten(2, (count, -1)) for x in tokens), dW.unflatten(1, (count, -1))])
+        axes = [*[2] * (len(parts[0]) - 1), 1]
+        return [torch.cat(same, axis) for same, axis in zip(zip(*parts, strict=True), axes, strict=True)], axes
 
     def _eager_function(self, backward: Callable[..., Any], for_custom_op: Callable[..., Any]) -> Callable[..., Any]:
         forward, more_heads, backward_op = self.forward, self._more_heads, self.backward_op

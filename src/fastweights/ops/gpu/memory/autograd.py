@@ -144,8 +144,11 @@ def _backward_eagerly(
 
 
 def _for_custom_op(kept: tuple[Any, ...], settings: tuple[Walk]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    transitions = kept[0].new_empty(0) if kept[3] is None else kept[3]
-    return (*kept[:3], transitions), settings[0].settings
+    states, *others, transitions = kept
+    if transitions is None:
+        _, H, _, D = states.shape
+        transitions = states.new_empty((0, H, D, D))
+    return (states, *others, transitions), settings[0].settings
 
 
 OPERATOR = Operator(
