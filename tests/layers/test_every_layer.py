@@ -6,12 +6,13 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import fastweights as fw
 from fastweights.layers.adaptive import AdaptiveSoftmax
 from fastweights.layers.cross_attention import FastWeightReading, SoftmaxReading
 from fastweights.layers.feedforward import FeedForward
-from fastweights.layers.mixers import MIXERS, mixer
+from fastweights.layers.mixers import MIXERS, StackState, mixer
 
 D = 8
 SEQUENCE_LAYERS = {
@@ -161,3 +162,28 @@ def test_sizes_at_their_limits(make):
             make(*sizes)
     with pytest.raises(ValueError, match="does not divide into 3 heads"):
         make(D, 3)
+
+
+@pytest.mark.parametrize("make", SEQUENCE_LAYERS.values(), ids=SEQUENCE_LAYERS)
+def test_states_of_a_stack_are_saved_and_each_is_one_of_its_own(make, tmp_path):
+    layer, x = make().eval(), torch.randn(2, 5, D)
+    _, state = layer(x[:, :4])
+    stack = StackState([state, state.clone()], torch.tensor([4, 4]))
+    stack.detach().save(tmp_path / "stack.safetensors")
+    loaded = StackState.load(tmp_path / "stack.safetensors")
+    assert torch.equal(loaded.position, stack.position) and len(loaded.layers) == 2
+    for same in loaded.layers:
+        assert torch.equal(layer.step(x[:, 4], same)[0], layer.step(x[:, 4], state)[0])
+    # Tensors cannot be told equal by one truth value: a state is equal to itself alone.
+    assert len({*stack.layers, *loaded.layers}) == 4 and state == state and state != loaded.layers[0]
+
+
+@pytest.mark.parametrize("missing", ["kinds", "position", "known kinds"])
+def test_a_file_that_is_no_stack_is_refused(tmp_path, missing):
+    tensors, kinds = {"0.W": torch.zeros(1, 1, 2, 2), "position": torch.zeros(1)}, {"kinds": "FastWeightState"}
+    if missing == "position":
+        del tensors["position"]
+    kinds = {"position": kinds, "kinds": {}, "known kinds": {"kinds": "FastWeightState OtherState"}}[missing]
+    save_file(tensors, tmp_path / "file.safetensors", kinds)
+    with pytest.raises(ValueError, match=r"not what StackState\.save writes"):
+        StackState.load(tmp_path / "file.safetensors")

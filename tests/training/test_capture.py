@@ -4,6 +4,8 @@ A CUDA graph cannot be had on a CPU. Here `capture` is replaced by one that, lik
 and knows its inputs by their memory alone.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -180,3 +182,16 @@ def test_gradients_of_a_loss_that_is_a_graph_are_copied_before_the_next_adds_to_
     monkeypatch.setattr(made, "_forward", lambda *arguments: batches.append(0) or forward(*arguments))
     made.advance()
     assert calls == [1] * copies
+
+
+def test_only_what_asks_for_it_runs_compiled(monkeypatch):
+    """Validation comes in shapes of its own, each of which would be compiled."""
+    made, stances = make_learner(monkeypatch, graph=False), []
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: stances.append(stance) or nullcontext())
+    made.validate()
+    assert not stances
+    made.config = config(compile="default")
+    made.call(lambda model: None, compiled=True)
+    assert not stances
+    made.validate()
+    assert stances == ["force_eager"]
