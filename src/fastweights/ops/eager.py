@@ -42,26 +42,19 @@ def is_eager(*tensors: Any) -> bool:
     return True
 
 
-_BATCHED: Any = torch._C._parse_dispatch_key("Batched")
 _MOST_LEVELS = 8
-
-
-def _is_batched(x: Tensor | None) -> bool:
-    return x is not None and torch._C._dispatch_keys(x).has(_BATCHED)
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def batch_level(*grads: Tensor | None) -> int:
     """Return the level of the batch that `is_grads_batched` has hidden in gradients, 0 for none."""
-    batched = None
     for x in grads:
-        if x is not None and torch._C._dispatch_keys(x).has(_BATCHED):
-            batched = x
-    if batched is None:
-        return 0
-    for level in range(1, _MOST_LEVELS):
-        if not _is_batched(torch._remove_batch_dim(batched, level, 1, 0)):
-            return level
-    raise RuntimeError("gradients in several batches within each other cannot be computed; use torch.func.vmap")
+        if x is not None and _is_batched(x):
+            for level in range(1, _MOST_LEVELS):
+                if not _is_batched(torch._remove_batch_dim(x, level, 1, 0)):
+                    return level
+            raise RuntimeError("gradients in several batches within each other cannot be computed; use torch.func.vmap")
+    return 0
 
 
 def without_batch(x: Tensor | None, level: int) -> tuple[Tensor | None, int | None]:

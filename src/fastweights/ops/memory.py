@@ -70,6 +70,9 @@ def fast_weight_memory(
     `torch.func` (vmap, grad, jvp, ...) and forward-mode differentiation work with every rule; they go through the
     backend `reference`, whichever is asked for.
 
+    What is NaN or infinite at one token changes nothing before it, in other rows and heads, past a `starts` or through
+    a `mask`. GPU kernels keep that to a chunk of up to 64 tokens: there earlier tokens of the same chunk may turn NaN.
+
     Returns:
         y (B, T, H, M) in the dtype of q, and the state after the last step (float32 for 16-bit inputs).
     """
