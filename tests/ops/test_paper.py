@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastweights as fw
+from fastweights.ops.linear_attention import read_memory, write_memory
 from tests.ops.calls import PAIRS, random_call
 
 BACKENDS = sorted({backend for _, backend in PAIRS})
@@ -104,6 +105,21 @@ def test_linear_attention_is_quadratic_attention_with_phi(phi, S):
     torch.testing.assert_close(fw.linear_attention(q, k, v, mask), expected)
     plain = fw.linear_attention(q, k, v, mask, normalization=None)
     torch.testing.assert_close(plain, torch.einsum("bhij,bjhm->bihm", weights, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("normalization", ["attention", None])
+def test_a_memory_written_at_once_is_read_as_linear_attention(normalization, dtype):
+    """Eqs. 17-19 after all steps: W sums k ⊗ v and z sums k, without padding and in float32 at least."""
+    q, k, v = (torch.rand(2, n, 3, size).to(dtype) for n, size in ((4, 5), (7, 5), (7, 6)))
+    mask = torch.arange(7) < torch.tensor([[7], [3]])
+    state = write_memory(k, v.masked_fill(~mask[..., None, None], float("nan")), mask, normalization=normalization)
+    wide = torch.promote_types(dtype, torch.float32)
+    counted = k.to(wide) * mask[..., None, None]
+    torch.testing.assert_close(state.W, torch.einsum("bshd,bshm->bhdm", counted, v.to(wide)))
+    assert state.z is None if normalization is None else torch.allclose(state.z, counted.sum(1))
+    expected = fw.linear_attention(q.to(wide), k.to(wide), v.to(wide), mask, normalization=normalization)
+    torch.testing.assert_close(read_memory(q, state), expected.to(dtype), check_dtype=True)
 
 
 @pytest.mark.parametrize(("T", "S"), [(9, 2), (2, 9), (9, 14), (40, 50), (4, 4), (1, 60)])
