@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing import spawn
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastweights as fw
 from fastweights.ops.chunked import OPERATOR
+from fastweights.ops.eager import is_eager
 from fastweights.ops.operator import number_of_chunks
 from tests.ops.calls import FAMILY, gradients, random_call, relative_error
 
@@ -172,3 +176,22 @@ def test_a_default_device_does_not_matter(backend):
     with torch.device("meta"):
         found = call.run(backend, cu_seqlens=bounds)
     assert relative_error(found, call.run(backend, cu_seqlens=bounds)) == 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_who_looks_on_is_seen():
+    """Each alone keeps kernels from being called past it; a default device does not look."""
+    x, seen = torch.ones(2), []
+
+    def look(y):
+        seen.append(is_eager(x))
+        return y + 1
+
+    for mode in (FlopCounterMode(display=False), BaseTorchFunctionMode(), forward_ad.dual_level()):
+        with mode:
+            look(x)
+    torch.func.vmap(look)(x)
+    torch.jit.trace(look, x, check_trace=False)
+    assert seen == [False] * 5
+    with torch.device("cpu"):
+        assert is_eager(x)
