@@ -78,6 +78,14 @@ def spec(rule="delta", T=4):
     return Spec.of(Inputs(RULES[rule], call.q, call.k, call.v, call.gates, *call.state))
 
 
+def test_a_spec_counts_sequences_packed_or_not():
+    call = random_call("sum", B=1, T=9, H=2, D=5, M=3)
+    bounds = torch.tensor([0, 4, 4, 9])
+    apart, packed = (Spec.of(Inputs(RULES["sum"], call.q, call.k, call.v, {}, cu_seqlens=x)) for x in (None, bounds))
+    assert (apart.N, apart.T, apart.H, apart.D, apart.M, apart.packed) == (1, 9, 2, 5, 3, False)
+    assert (packed.N, packed.T, packed.H, packed.D, packed.M, packed.packed) == (3, 9, 2, 5, 3, True)
+
+
 def test_auto_takes_the_first_that_can():
     assert choose(spec())[0].name == next(name for name in BACKENDS if not BACKENDS[name].unavailable())
     assert choose(spec("schlag2021"))[0].name == "reference"
