@@ -114,7 +114,7 @@ def run(inputs: Inputs, *recurrences: Recurrence, most: int | None = None) -> tu
     return safe_divide(y, total).to(inputs.q.dtype), W, z
 
 
-# Values have something in common where their mean is at least so many times the root of their mean square. One that
+# Values have something in common where their mean is at least `_COMMON` times the root of their mean square. One that
 # stands out among `_MANY` or more does not make it so: values before it must not be rounded as it is.
 _COMMON, _MANY = 0.5, 16
 

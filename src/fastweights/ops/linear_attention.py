@@ -10,7 +10,7 @@ from fastweights.ops.normalization import safe_divide
 from fastweights.ops.state import FastWeightState
 
 NORMALIZATIONS = {"attention": None, "None": None}
-# Up to so many keys are multiplied in float32 at least.
+# The most keys that are multiplied in float32 at least.
 _FEW = 32
 
 

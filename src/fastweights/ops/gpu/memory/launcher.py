@@ -22,7 +22,7 @@ Made = TypeVar("Made")
 
 # Compiled kernels by everything they depend on.
 _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
-# What was planned by shape; forgotten when there have been so many shapes.
+# What was planned by shape; forgotten when there have been `MOST_SHAPES` of them.
 _planned: dict[tuple[Any, ...], Any] = {}
 MOST_SHAPES = 4096
 
