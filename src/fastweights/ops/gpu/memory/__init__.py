@@ -57,7 +57,7 @@ def _walk(spec: Spec, part: family.Part) -> Walk | Refusal:
         signature = WalkSignature(part.dtype, spec.shape[3], *part[1:], spec.packed, variant, spec.features)
         reason = _unproven(signature, spec)
         if reason is None:
-            return Walk(signature, spec.eager)
+            return Walk(signature, spec.eager, spec.gradients)
     assert reason is not None
     return Refusal(reason)
 

@@ -166,8 +166,10 @@ OPERATOR = Operator(
 class Walk:
     """One recurrence of a call on its kernels, as `ops.family.Recurrence` has it; what follows from shapes is kept."""
 
-    def __init__(self, signature: WalkSignature, eager: bool) -> None:
+    def __init__(self, signature: WalkSignature, eager: bool, gradients: bool = True) -> None:
         self.signature, self.eager = signature, eager
+        # Where nobody wants gradients there is nothing that PyTorch has to know.
+        self.direct = eager and not gradients
         self.plan: Any = None
         self.settings = (signature.tied, to_integers(signature.variant), *signature.features)
 
@@ -188,6 +190,10 @@ class Walk:
         inputs = (q, k, v, a, e, None if self.signature.tied else w)
         # Kernels read bounds as a block of memory.
         bounds = None if cu_seqlens is None else cu_seqlens.contiguous()
+        if self.direct:
+            y, W_end, *_ = self.forward(inputs, W, bounds, dtype, False)
+            assert y is not None and W_end is not None
+            return y, W_end
         return OPERATOR(self.eager, inputs, W, bounds, dtype, self.settings, (self,))
 
     def forward(
