@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fastweights.layers.fast_weight import FastWeightAttention
-from fastweights.ops import family, memory, reference
+from fastweights.ops import family, reference
+from fastweights.ops.backends import EXECUTABLES
 from fastweights.ops.family import takes_logits
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory import prepare, self_check
@@ -162,7 +163,7 @@ def test_a_wrong_step_fails_its_check(monkeypatch):
 @pytest.mark.parametrize("rule", FAMILY)
 def test_the_second_call_is_shorter_and_the_same(rule, T):
     """With other numbers, with and without gradients and a state; then a call that does not fit is still refused."""
-    memory._executables.clear()
+    EXECUTABLES.clear()
     for seed in range(3):
         call = random_call(rule, None, B=2, T=T, H=1, D=6, M=4, seed=seed)
         without = replace(call, state=())
@@ -180,7 +181,7 @@ def test_the_second_call_is_shorter_and_the_same(rule, T):
                 found.append([y, end.W, *torch.autograd.grad(y.sum() + end.W.square().sum(), inputs)])
             for ours, want in zip(*found, strict=True):
                 torch.testing.assert_close(ours, want, rtol=1e-9, atol=1e-10)
-    assert sum(backend == "triton" for _, backend in memory._executables) == 4
+    assert sum(backend == "triton" for _, backend in EXECUTABLES) == 4
     with pytest.raises(TypeError, match="share a dtype"):
         fast_weight_memory(q, k, v.float(), rule=rule, backend="triton", **gates)
     with pytest.raises(ValueError, match=r"state\.W must have shape"):

@@ -12,14 +12,12 @@ from fastweights.common.tables import look_up
 from fastweights.ops import backends
 from fastweights.ops.features import PLAIN, Features, MapFeatures
 from fastweights.ops.rules import RULES, Rule, update_rule
-from fastweights.ops.spec import Executable, Inputs, Spec
+from fastweights.ops.spec import Inputs, Spec
 from fastweights.ops.state import FastWeightState
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# What runs calls of a description and a backend, once both were found to fit.
-_executables: dict[tuple[Spec, str], Executable] = {}
-_MOST_EXECUTABLES = 4096
+MOST_EXECUTABLES = 4096
 
 
 def fast_weight_memory(
@@ -88,15 +86,15 @@ def fast_weight_memory(
     inputs = Inputs(rule, q, k, v, taken, W, z, cu_seqlens, mask, starts, features, in_place, normalized)
     spec = _describe(inputs)
     # Checks and the choice of kernels take longer than the smaller kernels: once for each description.
-    known = _executables.get((spec, name)) if spec is not None and spec.eager else None
+    known = backends.EXECUTABLES.get((spec, name)) if spec is not None and spec.eager else None
     if known is None:
         _check(inputs)
         assert spec is not None
         known = backends.prepare(spec, name)
         if spec.eager:
-            if len(_executables) >= _MOST_EXECUTABLES:
-                _executables.clear()
-            _executables[spec, name] = known
+            if len(backends.EXECUTABLES) >= MOST_EXECUTABLES:
+                backends.EXECUTABLES.clear()
+            backends.EXECUTABLES[spec, name] = known
     if cu_seqlens is not None:
         _check_bounds(cu_seqlens, q.shape[1])
     y, W, z = known(inputs)

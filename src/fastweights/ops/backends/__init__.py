@@ -15,6 +15,9 @@ BACKENDS: dict[str, Backend] = {module.BACKEND.name: module.BACKEND for module i
 
 ENVIRONMENT = "FASTWEIGHTS_BACKEND"
 
+# What runs calls of a spec on a backend, once both were found to fit; `fast_weight_memory` fills it.
+EXECUTABLES: dict[tuple[Spec, str], Executable] = {}
+
 
 def list_backends() -> dict[str, str]:
     """Return name and one-line description of every backend, in the order in which "auto" tries them."""
@@ -28,6 +31,8 @@ def register_backend(backend: Backend, before: str = "reference") -> None:
         raise ValueError(f"there is a backend {backend.name!r} already; choose another name")
     rest = {name: BACKENDS.pop(name) for name in list(BACKENDS)[list(BACKENDS).index(before) :]}
     BACKENDS.update({backend.name: backend, **rest})
+    # "auto" may choose otherwise from now on.
+    EXECUTABLES.clear()
 
 
 def requested(name: str) -> str:
