@@ -317,3 +317,6 @@ def _work(pipe: Connection[Any, Any], kind: Trainable, data: Path | None, device
         except Exception:
             answer = ("failed", RuntimeError(f"{folder.name} failed:\n{traceback.format_exc()}"))
         pipe.send(answer)
+        if answer[0] == "failed":
+            # The sweep ends with the first cell that fails: there will be no next one to wait for.
+            return
