@@ -151,3 +151,15 @@ def test_batched_gradients_of_packed_sequences():
     for i in range(4):
         wanted = torch.autograd.grad(y, inputs, cotangents[i], retain_graph=True)
         torch.testing.assert_close([x[i] for x in found], list(wanted))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tangent_of_a_gradient_is_never_lost(backend, which):
+    """The forward pass was outside the dual level, so kernels run the backward pass: an error, not no tangent."""
+    call = random_call("delta", B=1, T=6, H=1, D=3, M=2).requiring_grad()
+    output = call.run(backend)[which]
+    with forward_ad.dual_level():
+        cotangent = forward_ad.make_dual(torch.ones_like(output), torch.ones_like(output))
+        with pytest.raises(NotImplementedError, match="run its forward pass inside the dual level too"):
+            torch.autograd.grad(output, call.v, cotangent)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastweights.common.transforms import refuse_tangent
 from fastweights.ops.eager import batch_level, is_eager_gradient, wants_gradients, without_batch
 
 Gradients = tuple[Tensor | None, ...]
@@ -115,6 +116,7 @@ class Operator:
         return torch.zeros(shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
 
     def _custom_gradients(self, ctx: Any, dy: Tensor | None, dW: Tensor | None, *_: Any) -> Gradients:
+        _refuse_tangents(dy, dW)
         saved = list(ctx.saved_tensors)
         *tensors, cu_seqlens = saved
         if dy is None:
@@ -169,6 +171,7 @@ class Operator:
                 tensors, (W, cu_seqlens), kept, settings = saved[:6], saved[6:8], saved[8:], ctx.settings
                 if dy is None:
                     dy = tensors[2].new_zeros(tensors[2].shape, dtype=ctx.dtype)
+                _refuse_tangents(dy, dW)
                 if level := batch_level(dy, dW):
                     kept, settings = for_custom_op(kept, settings)
                     (dy, dim), (dW, dim_of_W) = without_batch(dy, level), without_batch(dW, level)
@@ -225,6 +228,12 @@ class ChunkedOperator(Operator):
         """Compute the recurrence, as `ops.family.Recurrence` has it."""
         chunk = self.chunk_length(k.shape[-1], v.shape[-1])
         return self(eager, (q, k, v, a, e, w), W, cu_seqlens, dtype, (chunk,))
+
+
+def _refuse_tangents(*grads: Tensor | None) -> None:
+    for grad in grads:
+        if grad is not None:
+            refuse_tangent(grad, "the fast weight memory")
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
