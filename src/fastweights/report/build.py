@@ -32,9 +32,9 @@ def _chapter(store: Store, experiment: Experiment, loss: str) -> Chapter:
     for kind, content in files.items():
         write_atomically(store.folder(experiment.name) / f"{experiment.name}.{kind}", content)
     others = [_other(experiment, scale, Results(group, loss)) for group in store.groups(experiment, scale)[1:]]
-    return Chapter(experiment, scale, results, claims, files["svg"], others)
+    return Chapter(experiment, scale, results, claims, files.get("svg"), others)
 
 
 def _other(experiment: Experiment, scale: str, results: Results) -> Chapter:
     judged = [claim for claim in experiment.judge(scale, results) if claim.ours != NOT_RUN]
-    return Chapter(experiment, scale, results, judged, draw(experiment, results)["svg"])
+    return Chapter(experiment, scale, results, judged, draw(experiment, results).get("svg"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastweights.experiments.engine.experiment import Experiment, Results
+from fastweights.experiments.engine.experiment import Experiment, Plot, Results
 from fastweights.experiments.engine.retrieval import d_dot
 
 if TYPE_CHECKING:
@@ -89,7 +89,9 @@ _SURFACES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 
 
 def draw(experiment: Experiment, results: Results) -> dict[str, bytes]:
-    """Draw the figure as files: {"svg": ..., "png": ...}, the same bytes for the same results."""
+    """Draw the figure as files: {"svg": ..., "png": ...}, the same bytes for the same results; none without a plot."""
+    if experiment.plot is None:
+        return {}
     with _canvas() as figure:
         kind = experiment.plot.kind
         (KINDS[kind] if isinstance(kind, str) else kind)(figure, experiment, results)
@@ -139,7 +141,7 @@ def scatter(figure: Figure, experiment: Experiment, results: Results) -> None:
         if limit is not None and not model.startswith("favor"):
             limits.append((limit, style.colour))
     axes.set_xlim(left=0)
-    if not experiment.plot.log_y:
+    if not _plot(experiment).log_y:
         _mark_limits(axes, [(x, colour) for x, colour in limits if x <= max(results.sizes(), default=0)])
         axes.set_ylim(bottom=min(-0.01, axes.get_ylim()[0]))
     _legend(figure)
@@ -241,21 +243,6 @@ def _plain_ticks(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def conversion(figure: Figure, experiment: Experiment, results: Results) -> None:
-    """Draw a hyper-parameter over the size of a mapped key that was counted with it, each point with its value."""
-    axes = _axes(figure, experiment)
-    for model, style, label in _series(experiment, results):
-        metrics = [record.metrics for record in results.of(model)]
-        sizes, values = [m["d_dot"] for m in metrics], [m["value"] for m in metrics]
-        axes.plot(sizes, values, color=style.colour, marker=style.marker, linestyle=":", linewidth=1, label=label)
-        for size, value in zip(sizes, values, strict=True):
-            axes.annotate(str(value), (size, value), xytext=(0, 7), textcoords="offset points", ha="center")
-    axes.set_xticks(sorted({record.metrics["d_dot"] for record in results.records}))
-    axes.margins(0.15)
-    _plain_ticks(axes)
-    _legend(figure)
-
-
 def surfaces(figure: Figure, experiment: Experiment, results: Results) -> None:
     """Draw the components of phi over the plane, each over the part of it where it is not zero."""
     metrics = results.records[0].metrics
@@ -271,7 +258,7 @@ def surfaces(figure: Figure, experiment: Experiment, results: Results) -> None:
         )  # fmt: skip
         peak = np.unravel_index(z.argmax(), z.shape)
         axes.text(axis[peak[0]], axis[peak[1]], z.max() + 0.09, f"$\\phi_{number + 1}$", color=colour, ha="center")
-    axes.set(xlabel=experiment.plot.x_label, ylabel=experiment.plot.y_label, zlim=(0, 1.05))
+    axes.set(xlabel=_plot(experiment).x_label, ylabel=_plot(experiment).y_label, zlim=(0, 1.05))
     axes.set_xticks([-1, 0, 1])
     axes.set_yticks([-1, 0, 1])
     axes.set_zticks([0, 0.5, 1])
@@ -289,20 +276,25 @@ KINDS: dict[str, Callable[[Figure, Experiment, Results], None]] = {
     "surfaces": surfaces,
     "perplexity": perplexity,
     "learning": learning,
-    "conversion": conversion,
     "bars": bars,
 }
 
 
 def _axes(figure: Figure, experiment: Experiment) -> Axes:
-    axes = figure.add_subplot()
-    axes.set(xlabel=experiment.plot.x_label, ylabel=experiment.plot.y_label)
+    axes, plot = figure.add_subplot(), _plot(experiment)
+    axes.set(xlabel=plot.x_label, ylabel=plot.y_label)
     axes.set_axisbelow(True)
-    if experiment.plot.log_y:
+    if plot.log_y:
         axes.set_yscale("log")
-    if experiment.plot.y_range:
-        axes.set_ylim(*experiment.plot.y_range)
+    if plot.y_range:
+        axes.set_ylim(*plot.y_range)
     return axes
+
+
+def _plot(experiment: Experiment) -> Plot:
+    """Return the plot of an experiment that is being drawn."""
+    assert experiment.plot is not None
+    return experiment.plot
 
 
 def _legend(figure: Figure) -> None:

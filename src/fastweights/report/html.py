@@ -205,10 +205,10 @@ def _numbers(table: Table) -> str:
 
 
 def _figure(chapter: Chapter) -> str:
-    experiment, results = chapter.experiment, chapter.results
-    assert chapter.svg is not None
+    experiment, results, plot = chapter.experiment, chapter.results, chapter.experiment.plot
+    if plot is None or chapter.svg is None:
+        return ""
     source = base64.b64encode(chapter.svg).decode()
-    plot = experiment.plot
     form = plot.kind if isinstance(plot.kind, str) else ""
     models = ", ".join(label for model, label in experiment.models.items() if results.of(model))
     verdicts = "; ".join(f"{claim.text}: {claim.ours}" for claim in chapter.claims)

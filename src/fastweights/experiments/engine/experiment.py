@@ -247,6 +247,7 @@ class Experiment:
         paper: the paper's values for a configuration.
         run: runs cells and yields each with its outcome as it finishes.
         claims: judges the results.
+        plot: how the results are drawn; None where the table says it all.
         table: the results in the form of the paper's table.
         make_inputs: makes the inputs of a scale from a `UserInput`; None for an experiment that has none.
         inputs: names of the entries of `config` that `make_inputs` decides. A record keeps its own.
@@ -269,7 +270,7 @@ class Experiment:
     configure: Callable[..., Mapping[str, Any]]
     run: Callable[[Sequence[Cell], Setup], CellOutcomes]
     claims: Callable[[Results], list[Claim]]
-    plot: Plot
+    plot: Plot | None = None
     configure_as_paper: Callable[..., Mapping[str, Any]] | None = None
     paper: Callable[[Mapping[str, Any]], Any] = lambda config: None
     table: Callable[[Results], Table] | None = None

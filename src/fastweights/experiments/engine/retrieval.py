@@ -145,10 +145,11 @@ def beats(results: Results, model: str, others: Sequence[str], text: str, paper:
     missing = "" if len(ran) == len(others) else f" (only {len(ran)} of {len(others)} rivals run)"
     absent = len(results.sizes()) - len(compared)
     holds = False if lost else None if absent else True
-    missing += f"; {absent} S not run" if absent else ""
+    missing += f"; {absent} values of S not run" if absent else ""
     if len(compared) == 1:
         return Claim(text, scores[compared[0]] + missing, paper, holds)
-    ours = f"at {len(compared) - len(lost)} of {len(compared)} S{missing}"
+    won = f"{len(compared) - len(lost)} of" if lost else "all"
+    ours = f"at {won} {len(compared)} values of S{missing}"
     if lost:
         ours += "; not at " + ", ".join(f"S = {size} ({scores[size]})" for size in lost[:3])
         ours += f" and {len(lost) - 3} more" if len(lost) > 3 else ""

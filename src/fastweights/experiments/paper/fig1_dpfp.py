@@ -76,8 +76,9 @@ def claims(results: Results) -> list[Claim]:
         return [Claim(text, NOT_RUN, paper, None) for text, paper in texts.values()]
     m = results.records[0].metrics
     least, most = m["least_nonzero"], m["most_nonzero"]
+    count = "exactly one" if least == most == 1 else f"{least} to {most}"
     found = {
-        "one": (f"{least} to {most} at {m['points']} points", least == most == 1),
+        "one": (f"{count} at {m['points']} points", least == most == 1),
         "share": (
             ", ".join(f"{share:.0%}" for share in m["shares"]),
             len(m["shares"]) == 4 and set(m["shares"]) == {0.25},

@@ -65,7 +65,7 @@ EXPERIMENT = figure(
     1,
     name="fig4",
     title="Learning curves beyond capacity",
-    where="App. D.1 (setting 1, S = 600)",
+    where="Figure 4, App. D.1 (setting 1, S = 600)",
     statement=STATEMENT,
     models=retrieval.SETTING_1,
     scales=SCALES,

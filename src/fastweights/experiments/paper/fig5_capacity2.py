@@ -53,7 +53,7 @@ EXPERIMENT = figure(
     2,
     name="fig5",
     title="Update rules and the number of keys",
-    where="App. D.2 (setting 2)",
+    where="Figure 5, App. D.2 (setting 2)",
     statement=STATEMENT,
     models=retrieval.SETTING_2,
     scales=SCALES,

@@ -125,7 +125,8 @@ def xl_needs_more(results: Results) -> Claim:
     enough = [at for at, reached in states if all(a <= b for a, b in zip(reached, pair, strict=True))]
     if not enough:
         return Claim(text, f"more than {max(states)[0] / size:.3g} times, the most that was tried", paper, True)
-    return Claim(text, f"{min(enough) / size:.3g} times", paper, min(enough) >= FRACTION * size)
+    ours = "a state of the same size" if min(enough) == size else f"{min(enough) / size:.3g} times"
+    return Claim(text, ours, paper, min(enough) >= FRACTION * size)
 
 
 def _means(results: Results, *models: str) -> tuple[Pair, ...] | None:

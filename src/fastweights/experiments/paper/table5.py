@@ -69,7 +69,7 @@ def larger_improvement(results: Results) -> Claim:
 EXPERIMENT = language_tables.experiment(
     name="table5",
     title="Larger feature maps in language models",
-    where="App. D.3 (limited context, small)",
+    where="Table 5, App. D.3 (limited context, small)",
     statement=STATEMENT,
     models=LABELS,
     scales=SCALES,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Experiment, Plot, Results, Scale, Table, run_each
+from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Experiment, Results, Scale, Table, run_each
 from fastweights.feature_maps import feature_map
 
 D_KEY = 64
@@ -84,7 +84,6 @@ EXPERIMENT = Experiment(
     configure=configure,
     run=run_each(measure),
     claims=claims,
-    plot=Plot(kind="conversion", x_label="$d_{dot}$, counted", y_label="hyper-parameter", log_y=True),
     table=table,
     stored={"metrics": {"value": int, "d_dot": int}},
     size_name="d_dot",
