@@ -64,7 +64,7 @@ def test_the_resolved_configuration_is_kept(corpus, runs):
     found = json.loads((runs / "dpfp" / "config.json").read_text())
     model = found["task"]["model"]
     assert (model["rule"], model["feature_map_options"], model["positions"]) == ("delta", {"nu": 2}, "none")
-    assert (model["d_model"], model["vocab_size"], found["training"]["steps"]) == (16, len(corpus.vocabulary), 20)
+    assert (model["d_model"], model["vocab_size"], found["training"]["steps"]) == (16, corpus.tokenizer.size, 20)
     assert found["about"]["data"] == str(corpus.folder) and found["about"]["commit"]
     assert (runs / "dpfp" / "vocabulary.txt").read_bytes() == (corpus.folder / "vocabulary.txt").read_bytes()
 

@@ -11,7 +11,7 @@ from fastweights.data.manifest import DataError
 from fastweights.data.prepare import prepare
 from fastweights.data.text.corpus import Corpus, TokenStream
 from fastweights.data.text.documents import DOCUMENTS, mark_documents
-from fastweights.data.text.vocabulary import ByteVocabulary, WordVocabulary, split_words
+from fastweights.data.tokenizer import ByteTokenizer, WordTokenizer, split_words
 from fastweights.training.tasks.evaluate import Protocol, measure
 from tests.training.small_text import random_model
 
@@ -36,7 +36,7 @@ WIKI = """
 
 def mark(text, kind="articles"):
     words = split_words(text)
-    vocabulary = WordVocabulary(list(dict.fromkeys(["<eos>", "<unk>", *words])))
+    vocabulary = WordTokenizer(list(dict.fromkeys(["<eos>", "<unk>", *words])))
     stream = mark_documents(TokenStream(torch.tensor(vocabulary.numbers(words), dtype=torch.uint16)), vocabulary, kind)
     return [" ".join(words[i : i + 3]) for i in stream.starts.nonzero().flatten().tolist()]
 
@@ -50,23 +50,23 @@ def test_articles_begin_with_a_title():
 def test_paragraphs_follow_empty_lines():
     assert mark("a\nb\n\nc d e\n\n\nf\n", "paragraphs") == ["c d e", "f <eos>"]
     stream = TokenStream(torch.tensor(list(b"ab\n\nc\n\n\nd"), dtype=torch.uint16))
-    assert mark_documents(stream, ByteVocabulary(), "paragraphs").starts.nonzero().flatten().tolist() == [4, 8]
+    assert mark_documents(stream, ByteTokenizer(), "paragraphs").starts.nonzero().flatten().tolist() == [4, 8]
 
 
 def test_what_cannot_be_found_is_refused():
     stream = TokenStream(torch.zeros(5, dtype=torch.uint16))
     with pytest.raises(DataError, match="the word '='"):
-        mark_documents(stream, ByteVocabulary(), "articles")
+        mark_documents(stream, ByteTokenizer(), "articles")
     with pytest.raises(ValueError, match=r"none.*articles"):
-        mark_documents(stream, ByteVocabulary(), "chapters")
-    assert mark_documents(stream, ByteVocabulary(), "none") is stream
+        mark_documents(stream, ByteTokenizer(), "chapters")
+    assert mark_documents(stream, ByteTokenizer(), "none") is stream
 
 
 @pytest.mark.parametrize("kind", sorted(DOCUMENTS))
 def test_every_kind_reads_the_embedded_corpus(tmp_path, kind):
     prepare("embedded", None, tmp_path / "corpus")
     corpus = Corpus.load(tmp_path / "corpus")
-    starts = mark_documents(corpus.valid, corpus.vocabulary, kind).starts
+    starts = mark_documents(corpus.valid, corpus.tokenizer, kind).starts
     assert starts is None if kind == "none" else starts.sum() > 2
 
 
@@ -113,7 +113,7 @@ def test_models_that_cannot_forget_say_so(options):
 
 
 def test_a_text_without_a_line_end():
-    words = WordVocabulary(["<eos>", "=", "a"])
+    words = WordTokenizer(["<eos>", "=", "a"])
     for kind in ("articles", "paragraphs"):
         marked = mark_documents(TokenStream(torch.tensor([1, 2, 1, 2])), words, kind)
         assert not marked.starts.any()

@@ -23,7 +23,7 @@ def corpus(tmp_path_factory):
 def test_a_few_hundred_thousand_tokens(corpus):
     assert 200_000 < len(corpus.train) < 2_000_000
     assert min(len(corpus.valid), len(corpus.test)) > 5_000
-    assert 3_000 < len(corpus.vocabulary) < 30_000
+    assert 3_000 < corpus.tokenizer.size < 30_000
     assert corpus.manifest["versions"]["python"] == platform.python_version()
     assert corpus.manifest["official"] is False
     for split in corpus.manifest["splits"].values():
@@ -31,7 +31,7 @@ def test_a_few_hundred_thousand_tokens(corpus):
 
 
 def test_it_is_english_in_lines(corpus):
-    text = corpus.vocabulary.decode(corpus.train.tokens.tolist())
+    text = corpus.tokenizer.decode(corpus.train.tokens.tolist())
     assert text.startswith("= ") and "\n\n" in text
     assert text.count(" the ") > 5_000 and " a function " in text
 
@@ -54,7 +54,7 @@ def test_one_python_gives_one_text(monkeypatch):
 @pytest.mark.parametrize("split", ["valid", "test"])
 def test_documents_are_held_out_whole(corpus, split):
     def titles(name):
-        lines = corpus.vocabulary.decode(corpus.split(name).tokens.tolist()).split("\n")
+        lines = corpus.tokenizer.decode(corpus.split(name).tokens.tolist()).split("\n")
         # A rare word in a title reads <unk>, and then titles can look alike.
         return {line for line in lines if line.startswith("= ") and line.endswith(" =") and "<unk>" not in line}
 

@@ -35,9 +35,9 @@ def files(tmp_path):
 def pairs(split):
     """What the token numbers say, beside the texts."""
     decode, numbers = split.tokenizer.decode, range(len(split))
-    coded = zip(decode([split.source(n) for n in numbers]), decode([split.target(n) for n in numbers]), strict=True)
+    coded = [(decode(split.source(n)), decode(split.target(n))) for n in numbers]
     texts = list(zip(split.sources, split.targets, strict=True))
-    assert list(coded) == texts
+    assert coded == texts
     return texts
 
 
@@ -47,7 +47,7 @@ def test_round_trip(files, tmp_path):
     corpus = ParallelCorpus.load(tmp_path / "out", verify=True)
     assert fresh and manifest == corpus.manifest and manifest["name"] == "files" and not manifest["official"]
     assert (corpus.source_language, corpus.target_language) == ("en", "de")
-    assert len(corpus.tokenizer) == 300 and corpus.split("train").source(0).dtype == np.uint16
+    assert corpus.tokenizer.size == 300 and corpus.split("train").source(0).dtype == np.uint16
     for name, expected in splits.items():
         split = corpus.split(name)
         assert len(split) == len(expected) and pairs(split) == expected

@@ -35,10 +35,10 @@ def test_wikitext_round_trip(wikitext, tmp_path, monkeypatch, where, block):
     corpus = Corpus.load(tmp_path / "out", verify=True)
     words, expected = naive(texts)
     assert fresh and manifest == corpus.manifest
-    assert corpus.vocabulary.words == tuple(words)
+    assert corpus.tokenizer.words == tuple(words)
     assert tokens(corpus) == expected
     for split in SPLITS:
-        assert corpus.vocabulary.decode(expected[split]).count("\n") == len(texts[split])
+        assert corpus.tokenizer.decode(expected[split]).count("\n") == len(texts[split])
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "manifest.json",
         "test.bin",
@@ -78,8 +78,8 @@ def test_order_of_the_vocabulary(tmp_path):
         (folder / f"wiki.{split}.tokens").write_text("A\xa0b\r\nnew\rlate", encoding="utf-8", newline="")
     prepare("wikitext2", folder, tmp_path / "out", allow_other=True)
     corpus = Corpus.load(tmp_path / "out")
-    assert corpus.vocabulary.words == ("<eos>", "b", "a", "late", "c", "<unk>")
-    assert corpus.vocabulary.decode(corpus.train.tokens.tolist()) == "late b b\n\na a c <unk>\n"
+    assert corpus.tokenizer.words == ("<eos>", "b", "a", "late", "c", "<unk>")
+    assert corpus.tokenizer.decode(corpus.train.tokens.tolist()) == "late b b\n\na a c <unk>\n"
     # Any white space separates words and any line end ends a line, the last one's being understood; case matters.
     assert corpus.valid.tokens.tolist() == [5, 1, 0, 5, 0, 3, 0]
 
@@ -90,8 +90,8 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
         (tmp_path / f"wiki.{split}.tokens").write_text(texts[split][0] + "\n")
     prepare("wikitext2", tmp_path, tmp_path / "out", allow_other=True)
     corpus = Corpus.load(tmp_path / "out")
-    assert corpus.manifest["dtype"] == "uint32" and len(corpus.vocabulary) == 70_002
-    assert corpus.vocabulary.decode(corpus.test.tokens.tolist()) == "w65536 <unk>\n"
+    assert corpus.manifest["dtype"] == "uint32" and corpus.tokenizer.size == 70_002
+    assert corpus.tokenizer.decode(corpus.test.tokens.tolist()) == "w65536 <unk>\n"
     assert corpus.valid.segments(1, 5).batch_at(0).targets.tolist() == [[2, 0]]
 
 
@@ -118,7 +118,7 @@ def test_enwik8(tmp_path):
     found = tokens(corpus)
     assert bytes(found["train"] + found["valid"] + found["test"]) == content
     assert [len(found[split]) for split in SPLITS] == [921, 51, 52]
-    assert len(corpus.vocabulary) == 256 and corpus.manifest["official"] is False
+    assert corpus.tokenizer.size == 256 and corpus.manifest["official"] is False
     archive = zipped(_only(tmp_path / "enwik8", tmp_path / "alone"), tmp_path / "enwik8.zip")
     prepare("enwik8", archive, tmp_path / "again", allow_other=True)
     assert Corpus.load(tmp_path / "again").fingerprint == corpus.fingerprint
@@ -142,8 +142,8 @@ def test_text_is_split_by_lines(tmp_path):
         prepare("text", source, out)
         corpus = Corpus.load(out)
         assert [len(corpus.split(split)) for split in SPLITS] == [270, 15, 15]
-        assert corpus.vocabulary.words[:4] == ("<eos>", "<unk>", "common", "line0")
-        decoded = "".join(corpus.vocabulary.decode(corpus.split(split).tokens.tolist()) for split in SPLITS)
+        assert corpus.tokenizer.words[:4] == ("<eos>", "<unk>", "common", "line0")
+        decoded = "".join(corpus.tokenizer.decode(corpus.split(split).tokens.tolist()) for split in SPLITS)
         assert decoded.split("\n")[:90] == [row.strip() for row in rows[:90]]
         assert decoded.split("\n")[90:100] == ["<unk> common"] * 10
 
@@ -161,7 +161,7 @@ def test_text_with_its_own_splits_and_limits(tmp_path, monkeypatch, block):
     ):
         prepare("text", tmp_path / "train", tmp_path / name, **files, **options)
         corpus = Corpus.load(tmp_path / name)
-        assert corpus.vocabulary.words == words
+        assert corpus.tokenizer.words == words
     counted = json.loads((tmp_path / "count" / "manifest.json").read_text())["splits"]
     assert counted["train"] | {"tokens": 9, "unknown": 3, "out_of_vocabulary": 2} == counted["train"]
     assert counted["valid"] | {"tokens": 5, "unknown": 1, "out_of_vocabulary": 1} == counted["valid"]
@@ -176,7 +176,7 @@ def test_ids_give_what_their_text_gives(wikitext, tmp_path):
     (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
     prepare("ids", folder, tmp_path / "out")
     corpus = Corpus.load(tmp_path / "out")
-    assert corpus.vocabulary.words == tuple(words) and tokens(corpus) == expected
+    assert corpus.tokenizer.words == tuple(words) and tokens(corpus) == expected
     assert corpus.manifest["splits"]["train"]["unknown"] == expected["train"].count(words.index("<unk>"))
 
 

@@ -20,10 +20,10 @@ def test_wikitext2(folder, tmp_path):
     assert sets(manifest) == {split: f"wiki.{split}.tokens of WikiText-2" for split in SPLITS[1:]}
     assert [manifest["splits"][split]["out_of_vocabulary"] for split in SPLITS] == [0, 0, 0]
     corpus = Corpus.load(tmp_path)
-    assert corpus.vocabulary.words[:4] == ("<eos>", "the", ",", ".")
+    assert corpus.tokenizer.words[:4] == ("<eos>", "the", ",", ".")
     for split in SPLITS:
         rows = (folder / f"wiki.{split}.tokens").read_text(encoding="utf-8").split("\n")[:-1]
-        text = corpus.vocabulary.decode(corpus.split(split).tokens.tolist())
+        text = corpus.tokenizer.decode(corpus.split(split).tokens.tolist())
         assert text == "".join(" ".join(row.split()) + "\n" for row in rows)
 
 

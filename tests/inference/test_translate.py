@@ -21,7 +21,7 @@ def model(corpus):
     """Untrained, but with an opinion on every source."""
     torch.manual_seed(0)
     model = TranslationModel(small_translation(corpus)[0].model).double()
-    words = 3 * torch.randn(len(corpus.tokenizer), 16, dtype=torch.float64)
+    words = 3 * torch.randn(corpus.tokenizer.size, 16, dtype=torch.float64)
     model.logits = lambda hidden: hidden @ words.mT
     return model
 
@@ -62,9 +62,9 @@ def test_a_stream_is_read_as_it_is_written(corpus, model):
 
 
 def test_no_translation_has_a_line_of_its_own(corpus, model):
-    newline = corpus.tokenizer.encode(["\n"])[0][-1]
+    newline = corpus.tokenizer.encode("\n")[-1]
     model.logits = lambda hidden: (
-        torch.zeros(*hidden.shape[:-1], len(corpus.tokenizer)).double().index_fill(-1, torch.tensor([newline]), 9.0)
+        torch.zeros(*hidden.shape[:-1], corpus.tokenizer.size).double().index_fill(-1, torch.tensor([newline]), 9.0)
     )
     (found,) = translate(model, corpus.tokenizer, ["the cat"], max_length=4)
     assert found.isspace() and "\n" not in found

@@ -16,7 +16,7 @@ import torch
 
 from fastweights.models.presets import RECIPES
 from fastweights.training.runs.folder import RunError
-from fastweights.training.runs.saved import LanguageRun, keep_vocabulary
+from fastweights.training.runs.saved import LanguageRun, keep_tokenizer
 from fastweights.training.runs.signals import Interrupted
 from fastweights.training.tasks.evaluate import Protocol, measure
 from fastweights.training.tasks.language import LanguageTask, plan
@@ -133,7 +133,7 @@ def test_validation_is_the_protocol_of_segments(corpus, context):
 def test_what_is_not_given_follows_from_what_is(corpus):
     task, config = small_task(corpus, steps=50)
     assert (config.warmup, config.lr, config.clip) == (5, 0.02, 0.25)
-    assert task.model.vocab_size == len(corpus.vocabulary) and task.model.positions == "sinusoid"
+    assert task.model.vocab_size == corpus.tokenizer.size and task.model.positions == "sinusoid"
     assert small_task(corpus, steps=50, warmup=9, clip=None)[1].warmup == 9
     assert small_task(corpus, "xl")[0].model.mem_len == 12 and small_task(corpus, "xl")[0].carried
     assert small_task(corpus, "xl", mem_len=5)[0].model.mem_len == 5
@@ -224,13 +224,13 @@ def test_a_run_is_read_back(corpus, tmp_path):
     with pytest.raises(ValueError, match="there is no corpus in data"):
         opened.corpus()
     assert opened.corpus(corpus.folder).fingerprint == corpus.fingerprint
-    keep_vocabulary(tmp_path / "run", corpus.vocabulary)
-    assert opened.vocabulary().words == corpus.vocabulary.words
+    keep_tokenizer(tmp_path / "run", corpus.tokenizer)
+    assert opened.tokenizer().words == corpus.tokenizer.words
     # A vocabulary that is not the one of the training must not put words into the model's mouth.
     (tmp_path / "run" / "vocabulary.txt").write_text("other\nwords\n")
-    assert opened.vocabulary(corpus.folder).words == corpus.vocabulary.words
+    assert opened.tokenizer(corpus.folder).words == corpus.tokenizer.words
     with pytest.raises(ValueError, match="there is no corpus"):
-        opened.vocabulary()
+        opened.tokenizer()
 
 
 @pytest.mark.parametrize(
@@ -267,11 +267,11 @@ def test_documents_are_part_of_the_run(corpus, tmp_path):
 
 
 def test_the_vocabulary_beside_a_run_is_replaced_with_the_run_alone(corpus, tmp_path):
-    kept = tmp_path / corpus.vocabulary.file
-    keep_vocabulary(tmp_path, corpus.vocabulary)
+    kept = tmp_path / corpus.tokenizer.file
+    keep_tokenizer(tmp_path, corpus.tokenizer)
     written = kept.read_bytes()
     kept.write_bytes(b"of the run that is there")
-    keep_vocabulary(tmp_path, corpus.vocabulary)
+    keep_tokenizer(tmp_path, corpus.tokenizer)
     assert kept.read_bytes() == b"of the run that is there"
-    keep_vocabulary(tmp_path, corpus.vocabulary, fresh=True)
-    assert kept.read_bytes() == written == corpus.vocabulary.dump()
+    keep_tokenizer(tmp_path, corpus.tokenizer, fresh=True)
+    assert kept.read_bytes() == written == corpus.tokenizer.dump()

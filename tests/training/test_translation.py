@@ -16,7 +16,7 @@ from fastweights.models.translation_config import ATTENTIONS
 from fastweights.training.engine.loop import train
 from fastweights.training.engine.optim import learning_rate
 from fastweights.training.runs.folder import RunError
-from fastweights.training.runs.saved import TranslationRun, keep_vocabulary
+from fastweights.training.runs.saved import TranslationRun, keep_tokenizer
 from fastweights.training.runs.signals import Interrupted
 from fastweights.training.tasks.translation import TranslationTask, assemble_translation, bleu, plan_translation
 from tests.data.pair_files import write_set
@@ -151,7 +151,7 @@ def test_without_sacrebleu_it_is_said_before_the_training(corpus, monkeypatch):
 def test_what_is_not_given_follows_from_what_is(corpus):
     task, config = small_translation(corpus, steps=50)
     assert (config.warmup, config.schedule, config.betas) == (5, "cosine", (0.9, 0.98))
-    assert task.model.vocab_size == len(corpus.tokenizer) and task.score == ("bleu", True)
+    assert task.model.vocab_size == corpus.tokenizer.size and task.score == ("bleu", True)
     big = plan_translation(100, preset="big", attention="performer", features=128)
     assert (big.training.accumulate, big.training.warmup, big.task["max_tokens"]) == (16, 4000, 10_752)
     assert big.training.schedule == "inverse_sqrt" and big.training.eps == 1e-9
@@ -211,7 +211,7 @@ def test_a_run_is_read_back(corpus, tmp_path):
         assert small_translation(corpus)[0].validate(model)["loss"] == pytest.approx(result.best["loss"], rel=1e-5)
     with pytest.raises(ValueError, match="data"):
         opened.tokenizer()
-    keep_vocabulary(tmp_path / "run", corpus.tokenizer)
+    keep_tokenizer(tmp_path / "run", corpus.tokenizer)
     assert opened.tokenizer().sha256 == opened.tokenizer(corpus.folder).sha256 == corpus.tokenizer.sha256
     prepare("numbers", None, tmp_path / "numbers", pairs=50, held_out=5)
     with pytest.raises(RunError, match="another tokenizer"):

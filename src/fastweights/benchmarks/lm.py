@@ -28,7 +28,7 @@ from fastweights.benchmarks.timing import attempt, kernel_times
 from fastweights.commands.options import AsJson, chosen_names, input_errors, option, require
 from fastweights.common.tables import look_up
 from fastweights.data.text.corpus import Corpus, TokenStream
-from fastweights.data.text.vocabulary import WordVocabulary
+from fastweights.data.tokenizer import WordTokenizer
 from fastweights.layers.adaptive import AdaptiveSoftmax
 from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.layers.feedforward import FeedForward
@@ -113,7 +113,7 @@ def random_corpus(size: str) -> Corpus:
     recipe, words = RECIPES[size], PRESETS[size]().vocab_size
     streams = [TokenStream(zipf(words, n * recipe["batch_size"] * recipe["segment"])) for n in (64, 2, 2)]
     manifest = {"name": "zipf", "vocabulary": {"sha256": ""}, "splits": {}}
-    return Corpus(Path("zipf"), manifest, WordVocabulary([f"w{n}" for n in range(words)]), *streams)
+    return Corpus(Path("zipf"), manifest, WordTokenizer([f"w{n}" for n in range(words)]), *streams)
 
 
 def make(corpus: Corpus, size: str, model: str, way: str, device: str, **changes: Any) -> Learner:

@@ -17,6 +17,8 @@ from fastweights.common.tables import look_up
 from fastweights.data.manifest import Report
 from fastweights.data.prepare import prepare
 from fastweights.data.registry import CORPORA
+from fastweights.data.text.build import PIECES
+from fastweights.data.tokenizer import TOKENIZERS
 
 
 def data(
@@ -30,18 +32,30 @@ def data(
         Path | None, option("text, ids: validation file; wmt14, parallel: PATH of PATH.en and PATH.de.")
     ] = None,
     test: Annotated[Path | None, option("The same for the test set.")] = None,
-    min_count: Annotated[int | None, option("text, embedded: rarer words become <unk>.", "1, embedded 3")] = None,
-    max_words: Annotated[int | None, option("text, embedded: keep the most frequent words only.")] = None,
+    tokens: Annotated[
+        str | None, option(f"text, embedded: what the text is cut into: {', '.join(TOKENIZERS)}.", "words")
+    ] = None,
+    vocabulary_size: Annotated[
+        int | None,
+        typer.Option(
+            "--vocabulary-size",
+            "--vocab",
+            "--max-words",
+            help="Largest vocabulary: of words or characters the most frequent, of bpe and sentence pairs all pieces.",
+            show_default=f"all words or characters; bpe {PIECES}, pairs 32000, numbers 400",
+        ),
+    ] = None,
+    min_count: Annotated[
+        int | None,
+        option(
+            "text, embedded: rarer words become <unk>, rarer characters are spelled in bytes, rarer pairs not merged.",
+            "1, embedded 3",
+        ),
+    ] = None,
     source_language: Annotated[
         str | None, option("parallel: language to translate from, as its files' names end.", "en")
     ] = None,
     target_language: Annotated[str | None, option("parallel: language to translate to.", "de")] = None,
-    vocab: Annotated[
-        int | None,
-        option(
-            "wmt14, parallel, numbers: largest size of the vocabulary that both languages share.", "32000, numbers 400"
-        ),
-    ] = None,
     pairs: Annotated[int | None, option("numbers: pairs to train on.", "20000")] = None,
     held_out: Annotated[int | None, option("numbers: pairs for validation and for the test.", "500")] = None,
     highest: Annotated[int | None, option("numbers: the highest number.", "999")] = None,
@@ -79,8 +93,9 @@ def _summary(manifest: dict[str, Any]) -> None:
     other = (
         f", in the format of {manifest['kind']} but not that corpus" if published and not manifest["official"] else ""
     )
-    size = manifest["vocabulary"]["size"]
-    typer.echo(f"{manifest['name']}{other}: {size:,} {manifest['vocabulary']['kind']}")
+    size, kind = manifest["vocabulary"]["size"], manifest["vocabulary"]["kind"]
+    units = f"{TOKENIZERS[kind].unit}s" if kind in TOKENIZERS else kind
+    typer.echo(f"{manifest['name']}{other}: {size:,} {units}")
     for split, entry in manifest["splits"].items():
         name = f" of {entry['set']}" if "set" in entry else ""
         if "pairs" in entry:
@@ -93,6 +108,8 @@ def _summary(manifest: dict[str, Any]) -> None:
             continue
         outside = entry["out_of_vocabulary"]
         note = f", {outside:,} of them outside the vocabulary" if outside else ""
+        if "text_bytes" in entry:
+            note += f", {entry['text_bytes'] / max(entry['tokens'], 1):.2f} bytes per token"
         typer.echo(f"  {split:<6}{entry['tokens']:>12,} tokens{name}{note}")
 
 

@@ -82,7 +82,7 @@ def lm(
             device=device,
         )
         corpus = opened.corpus(data)
-        stream = mark_documents(corpus.split(split), corpus.vocabulary, opened.documents)
+        stream = mark_documents(corpus.split(split), corpus.tokenizer, opened.documents)
         stream = stream if device == "cpu" else stream.to(device)
         model, source = load(opened, checkpoint, device)
     say(f"scoring {len(stream):,} tokens of {split} with {source.folder.name}")
@@ -101,11 +101,13 @@ def lm(
             model.set_memory(how.mem_len, how.clamp_len)
         about["state_size"] = model.state_size(how.segment)
     numbers = {"ppl": score.ppl if math.isfinite(score.ppl) else str(score.ppl), "loss": score.loss}
-    numbers |= {"bits_per_token": score.bits, "tokens": score.tokens, "wall_s": wall}
+    of_text = _bits_of_text(score.bits, corpus.manifest["splits"][split])
+    numbers |= {"bits_per_token": score.bits, **{f"bits_per_{unit}": bits for unit, bits in of_text.items()}}
+    numbers |= {"tokens": score.tokens, "wall_s": wall}
     record = {**about, **numbers, "tokens_per_s": score.tokens / wall, **origin(device), "device": device}
-    what = "byte" if corpus.vocabulary.kind == "bytes" else "word"
+    every = {corpus.tokenizer.unit: score.bits, **of_text}
     lines = [
-        f"perplexity {score.ppl:.3f}, {score.bits:.4f} bits per {what}",
+        f"perplexity {score.ppl:.3f}, " + ", ".join(f"{bits:.4f} bits per {unit}" for unit, bits in every.items()),
         f"{score.tokens:,} tokens scored in {wall:.1f} s, {score.tokens / wall:,.0f} tokens/s",
     ]
     keep_result(run / "eval" / f"{split}-{how.slug}-{_kind(source)}.json", record, lines, as_json)
@@ -164,6 +166,12 @@ def mt(
     path = run / "eval" / f"{split}-beam{beam}-penalty{length_penalty:g}-{_kind(source)}.json"
     more = {} if out is None else {out: "".join(f"{line}\n" for line in translations)}
     keep_result(path, record, lines, as_json, more)
+
+
+def _bits_of_text(bits: float, counts: dict[str, Any]) -> dict[str, float]:
+    """Return bits per character and per byte from those per token: models of other tokens can be compared by them."""
+    sizes = {"character": counts.get("characters"), "byte": counts.get("text_bytes")}
+    return {unit: bits * counts["tokens"] / size for unit, size in sizes.items() if size}
 
 
 def _about(run: Path, source: Checkpoint, split: str, corpus: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`fastweights generate`: text from a trained language model, word by word."""
+"""`fastweights generate`: text from a trained language model, token by token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from fastweights.commands.options import Device, check_seed, option, pick_device, say
 from fastweights.commands.results import LanguageFolder, Which, check_names, load, run_errors, writing
-from fastweights.data.text.vocabulary import UNKNOWN, Vocabulary, WordVocabulary, split_words
+from fastweights.data.tokenizer import UNKNOWN, Tokenizer, WordTokenizer, split_words
 from fastweights.inference.sample import Sampling
 from fastweights.inference.sample import generate as continue_text
 from fastweights.inference.stream import SlidingWindow, Stream, open_reader
@@ -22,21 +22,21 @@ from fastweights.training.runs.saved import LanguageRun
 def generate(
     run: LanguageFolder,
     prompt: Annotated[
-        str, option("The beginning of the text, with spaces around words and signs; empty for a new line.")
+        str, option("The beginning of the text; for a model of words with spaces around them. Empty for a new line.")
     ] = "",
-    tokens: Annotated[int, option("Words to add.")] = 100,
-    temperature: Annotated[float, option("Below 1 more predictable; 0 takes the most likely word.")] = 1.0,
-    top_k: Annotated[int | None, option("Only the k most likely words.")] = None,
-    top_p: Annotated[float | None, option("Only the likeliest words that together reach p.")] = None,
+    tokens: Annotated[int, option("Tokens to add: words, pieces, characters or bytes, as the model has them.")] = 100,
+    temperature: Annotated[float, option("Below 1 more predictable; 0 takes the most likely token.")] = 1.0,
+    top_k: Annotated[int | None, option("Only the k most likely tokens.")] = None,
+    top_p: Annotated[float | None, option("Only the likeliest tokens that together reach p.")] = None,
     seed: Annotated[int, option("The same seed gives the same text.")] = 0,
     checkpoint: Which = "best",
-    data: Annotated[Path | None, option("The corpus, if RUN has no copy of its vocabulary.")] = None,
+    data: Annotated[Path | None, option("The corpus, if RUN has no copy of its tokenizer.")] = None,
     device: Device = "auto",
 ) -> None:
-    """Continue a prompt with a trained language model, printing words as they come.
+    """Continue a prompt with a trained language model, printing it as it comes.
 
     A model with fast weights keeps a memory of one size however long the text. One whose positions run backward from
-    the end of a window, as those of the paper do, reads the last words again for each new one.
+    the end of a window, as those of the paper do, reads the last tokens again for each new one.
     """
     with run_errors():
         if tokens < 1:
@@ -46,16 +46,16 @@ def generate(
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         device = pick_device(device)
         opened = LanguageRun.open(run)
-        vocabulary = opened.vocabulary(data)
-        begin = _encode(prompt, vocabulary)
+        tokenizer = opened.tokenizer(data)
+        begin = _encode(prompt, tokenizer)
         model, _ = load(opened, checkpoint, device)
         reader = open_reader(model, opened.segment, opened.carried)
     start = time.monotonic()
     # Before the first word of a line stands the end of another.
-    new = continue_text(reader, begin or vocabulary.encode("\n"), tokens, sampling, seed)
+    new = continue_text(reader, begin or tokenizer.encode("\n"), tokens, sampling, seed)
     with writing():
         try:
-            for piece in vocabulary.stream(itertools.chain(begin, new)):
+            for piece in tokenizer.stream(itertools.chain(begin, new)):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         finally:
@@ -63,11 +63,11 @@ def generate(
     say(_summary(reader, tokens, time.monotonic() - start))
 
 
-def _encode(prompt: str, vocabulary: Vocabulary) -> list[int]:
+def _encode(prompt: str, tokenizer: Tokenizer) -> list[int]:
     """Return the numbers of the prompt; say which words are not in the vocabulary."""
-    numbers = vocabulary.encode(prompt)
-    if isinstance(vocabulary, WordVocabulary):
-        unknown = list(dict.fromkeys(word for word in split_words(prompt) if word not in vocabulary))
+    numbers = tokenizer.encode(prompt)
+    if isinstance(tokenizer, WordTokenizer):
+        unknown = list(dict.fromkeys(word for word in split_words(prompt) if word not in tokenizer))
         if unknown:
             shown = ", ".join(map(repr, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
             say(f"Note: not in the vocabulary and read as {UNKNOWN}: {shown}")

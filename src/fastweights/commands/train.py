@@ -18,12 +18,11 @@ from fastweights.commands.options import PRECISIONS, flat, input_errors, interru
 from fastweights.common.provenance import origin
 from fastweights.common.tables import look_up
 from fastweights.data.manifest import EMBEDDED, NUMBERS
-from fastweights.data.pairs.bpe import Tokenizer
 from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.prepare import prepare
 from fastweights.data.text.corpus import Corpus
 from fastweights.data.text.documents import DOCUMENTS
-from fastweights.data.text.vocabulary import Vocabulary
+from fastweights.data.tokenizer import Tokenizer
 from fastweights.models.language_model import NAMES
 from fastweights.models.presets import MIXER_CHOICES, PRESETS
 from fastweights.models.translation_config import ATTENTIONS
@@ -35,7 +34,7 @@ from fastweights.training.engine.loop import Result, train
 from fastweights.training.engine.task import Task
 from fastweights.training.runs.checkpoint import CheckpointError
 from fastweights.training.runs.folder import RunError
-from fastweights.training.runs.saved import keep_vocabulary
+from fastweights.training.runs.saved import keep_tokenizer
 from fastweights.training.tasks.language import FIELDS, assemble
 from fastweights.training.tasks.translation import FIELDS as MT_FIELDS
 from fastweights.training.tasks.translation import assemble_translation, plan_translation
@@ -137,9 +136,9 @@ def lm(
             choice: dict[str, Any] = {"preset": preset, "mixer": mixer, "rule": rule, "context": context}
             task, config = assemble(corpus, **choice, **chosen)
             out = out or Path("runs") / "-".join(filter(None, (preset, mixer, rule, context)))
-        words = f"{len(corpus.train):,} {corpus.vocabulary.kind} of {corpus.manifest['name']}"
+        words = f"{len(corpus.train):,} {corpus.tokenizer.unit}s of {corpus.manifest['name']}"
         announce(task, f"{words} in {task.batch_size} segments of {task.segment}, context {task.context}", out)
-        result = run_training(task, config, out, corpus, corpus.vocabulary, training)
+        result = run_training(task, config, out, corpus, corpus.tokenizer, training)
     rows = f" (segments of {task.segment} in {task.eval_batch} rows)"
     run, protocol = shlex.quote(str(out)), " --protocol carried" if task.carried else ""
     conclude(
@@ -246,7 +245,7 @@ def run_training(
     config: TrainingConfig,
     out: Path,
     corpus: Corpus | ParallelCorpus,
-    vocabulary: Vocabulary | Tokenizer,
+    tokenizer: Tokenizer,
     options: TrainingOptions,
 ) -> Result:
     """Train with progress on the terminal; what goes wrong ends the command with a sentence and an exit code."""
@@ -256,7 +255,7 @@ def run_training(
     about |= {**origin(device), "command": shlex.join(["fastweights", *sys.argv[1:]])}
     try:
         with input_errors((ValueError, ImportError)):
-            keep_vocabulary(out, vocabulary, options.fresh)
+            keep_tokenizer(out, tokenizer, options.fresh)
             how: dict[str, Any] = {"fresh": options.fresh, "minutes": options.minutes, "about": about}
             return train(task, config, out, **how, console=Console(stderr=True))
     except RunError as error:

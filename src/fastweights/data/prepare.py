@@ -25,12 +25,14 @@ from fastweights.data.manifest import (
     read_manifest,
     silent,
 )
-from fastweights.data.pairs import bpe
 from fastweights.data.pairs.files import language_of
 from fastweights.data.registry import CORPORA, PUBLISHED_SETS, CorpusKind
 from fastweights.data.sources import CorpusFiles, CorpusRequest, Source, fetch
+from fastweights.data.tokenizer import TOKENIZERS, byte_pair_library
 
-_LEAST = {"min_count": 1, "max_words": 2, "vocab": bpe.LEAST, "pairs": 1, "held_out": 1, "highest": 999}
+_LEAST = {"min_count": 1, "pairs": 1, "held_out": 1, "highest": 999}
+# Names that options had in version 0.1.0, and have in its manifests.
+_RENAMED = {"max_words": "vocabulary_size", "vocab": "vocabulary_size"}
 
 
 class Prepared(NamedTuple):
@@ -59,10 +61,10 @@ def prepare(
             has their name and `"official": false`.
         force: prepare again what is finished. Until the new files are whole, the old ones stay.
         report: told of each stage with the fraction that is done.
-        options: `valid`, `test`, `min_count`, `max_words`, `vocab` and others where the kind takes them.
+        options: `tokens`, `vocabulary_size`, `min_count`, `valid`, `test` and others where the kind takes them.
     """
     row, out = look_up(CORPORA, kind, "corpus"), Path(out)
-    chosen = {name: value for name, value in options.items() if value is not None}
+    chosen = {_RENAMED.get(name, name): value for name, value in options.items() if value is not None}
     for name in chosen.keys() - row.options.keys():
         takers = ", ".join(other for other, entry in CORPORA.items() if name in entry.options) or "none"
         raise DataError(f"corpus {kind!r} has no --{name.replace('_', '-')}; those that have it: {takers}")
@@ -73,6 +75,7 @@ def prepare(
     for name, least in _LEAST.items():
         if chosen.get(name, least) < least:
             raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {chosen[name]}")
+    _check_tokens(chosen)
     path = None if source is None else Path(source)
     request = CorpusRequest(path, report=report, **{**row.options, **chosen})
     try:
@@ -87,6 +90,18 @@ def prepare(
         raise DataError(f"{error.filename or out}: {error.strerror or error}; nothing was finished in {out}") from None
 
 
+def _check_tokens(options: dict[str, Any]) -> None:
+    """Refuse a kind of tokens that is not there, or options that it does not have."""
+    tokens = options.get("tokens", "words")
+    look_up(TOKENIZERS, tokens, "kind of tokens")
+    if tokens == "bpe":
+        byte_pair_library()
+    for name in ("min_count", "vocabulary_size"):
+        if tokens == "bytes" and name in options:
+            shown = f"--{name.replace('_', '-')} {options[name]}"
+            raise DataError(f"{shown} has no meaning with --tokens bytes, which are always 256; leave it out")
+
+
 def _finished(kind: str, row: CorpusKind, request: CorpusRequest, out: Path) -> dict[str, Any] | None:
     """Return the manifest of what is finished in `out`, if that is what is asked for."""
     manifest = read_manifest(out)
@@ -95,13 +110,16 @@ def _finished(kind: str, row: CorpusKind, request: CorpusRequest, out: Path) -> 
     remedy = "choose another --out, or --force to replace it"
     if manifest["kind"] != kind:
         raise DataError(f"{out} holds the corpus {manifest['kind']!r}, not {kind!r}; {remedy}")
-    if manifest["options"] != _plain(request, row):
-        raise DataError(f"{out} was prepared with {manifest['options']}, not {_plain(request, row)}; {remedy}")
+    before, now = manifest["options"], _plain(request, row)
+    # Before there was a choice of tokens.
+    older = {"tokens": "words"} if "tokens" in now else {}
+    if {**older, **{_RENAMED.get(name, name): value for name, value in before.items()}} != now:
+        raise DataError(f"{out} was prepared with {before}, not {now}; {remedy}")
     if request.source is not None and request.source.exists():
-        now = [(path.name, path.stat().st_size) for path in _paths(row.find(request, row.obtain))]
-        before = [(entry["name"], entry["bytes"]) for entry in manifest["source"]["files"]]
-        if now != before:
-            raise DataError(f"{out} was prepared from other files: {before}, now {now}; {remedy}")
+        files = [(path.name, path.stat().st_size) for path in _paths(row.find(request, row.obtain))]
+        read = [(entry["name"], entry["bytes"]) for entry in manifest["source"]["files"]]
+        if files != read:
+            raise DataError(f"{out} was prepared from other files: {read}, now {files}; {remedy}")
     wrong = damage(out, manifest)
     if wrong is not None:
         request.report(f"{out} is damaged ({wrong}): preparing it again", 0.0)
@@ -124,15 +142,16 @@ def _prepare(kind: str, row: CorpusKind, request: CorpusRequest, out: Path, allo
         wrong = _differences(row, built, allow_other)
         official = row.official is not None and not wrong
         request.report("checksums", 0.0)
-        (folder / built.vocabulary.file).write_bytes(built.vocabulary.dump())
+        tokenizer = built.tokenizer
+        (folder / tokenizer.file).write_bytes(tokenizer.dump())
         entries = [{"name": path.name, **checksum(path)} for path in _paths(sources)]
         manifest: dict[str, Any] = {"format": FORMAT, "kind": kind, "official": official}
-        manifest["name"] = row.official.name if official and row.official else name
+        own = out.resolve().name if row.named_by_out else name
+        manifest["name"] = row.official.name if official and row.official else own
         manifest |= {"source": {"name": name, "files": entries}, "options": _plain(request, row)}
         manifest |= {"dtype": built.dtype, "byteorder": sys.byteorder}
-        file = built.vocabulary.file
-        size = {"kind": built.vocabulary.kind, "size": len(built.vocabulary)}
-        manifest["vocabulary"] = {"file": file, **size, **checksum(folder / file)}
+        size = {"kind": tokenizer.kind, "size": tokenizer.size}
+        manifest["vocabulary"] = {"file": tokenizer.file, **size, **checksum(folder / tokenizer.file)}
         manifest |= built.describe(folder)
         for split, what in _sets(sources).items():
             manifest["splits"][split]["set"] = what

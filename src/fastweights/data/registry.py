@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,7 @@ from fastweights.data.sources import (
     write_wmt,
 )
 from fastweights.data.text import embedded
-from fastweights.data.text.build import Built, build_bytes, build_ids, build_words
+from fastweights.data.text.build import Built, Texts, build_bytes, build_ids, build_text, build_words
 
 
 class Official(NamedTuple):
@@ -38,7 +38,7 @@ class Official(NamedTuple):
 
     def differences(self, built: Built) -> list[str]:
         """Say in what a corpus that was built differs."""
-        counts = {"words": len(built.vocabulary), **{split: built.splits[split].tokens for split in SPLITS}}
+        counts = {"words": built.tokenizer.size, **{split: built.splits[split].tokens for split in SPLITS}}
         wanted = self._asdict()
         names = {"words": "in the vocabulary", **{split: f"tokens in {split}" for split in SPLITS}}
         wrong = [f"{n:,} {names[key]}, not {wanted[key]:,}" for key, n in counts.items() if n != wanted[key]]
@@ -71,7 +71,8 @@ class OfficialPairs(NamedTuple):
 class CorpusKind:
     """A corpus that can be prepared: how to find its files, how to build it from them, and where they can be had.
 
-    `needs` are the packages beyond the core installation that it is built with.
+    `needs` are the packages beyond the core installation that it is built with. A text of the user's
+    own is `named_by_out`, the folder it is written to; other corpora after their files.
     """
 
     what: str
@@ -83,6 +84,7 @@ class CorpusKind:
     options: Mapping[str, Any] = field(default_factory=dict)
     needs_source: bool = True
     needs: tuple[str, ...] = ()
+    named_by_out: bool = False
 
 
 def _find_wikitext(request: CorpusRequest, obtain: str) -> CorpusFiles:
@@ -139,8 +141,11 @@ def _file(path: Path, obtain: str) -> Source:
 
 
 def _build_words(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
-    texts = {split: text(sources[split][0], request.progress(split)) for split in SPLITS}
-    return build_words(texts, folder, request.report)
+    return build_words(_texts(sources, request), folder, request.report)
+
+
+def _texts(sources: CorpusFiles, request: CorpusRequest) -> Texts:
+    return lambda split: text(sources[split][0], request.progress(split))
 
 
 def _build_text(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
@@ -154,8 +159,11 @@ def _build_text(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> B
     else:
         ends = (0, total * 90 // 100, total * 95 // 100, total)
         bounds = dict(zip(SPLITS, pairwise(ends), strict=True))
-    texts = {s: _lines(files.get(s, files["train"]), *bounds[s], request.progress(s)) for s in SPLITS}
-    return _build_limited(texts, folder, request)
+
+    def texts(split: str) -> Iterator[str]:
+        return _lines(files.get(split, files["train"]), *bounds[split], request.progress(split))
+
+    return build_text(texts, folder, request)
 
 
 def _lines(
@@ -168,21 +176,18 @@ def _lines(
         start, stop = start - lines, stop - lines
 
 
-def _build_limited(texts: Mapping[str, Iterable[str]], folder: Path, request: CorpusRequest) -> Built:
-    return build_words(texts, folder, request.report, request.min_count, request.max_words)
-
-
 def _build_enwik8(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
     return build_bytes(sources["train"][0], folder, request.report)
 
 
 def _build_ids(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
-    texts = {split: text(sources[split][0], request.progress(split)) for split in SPLITS[1:]}
-    return build_ids(sources["train"][0].path, sources["vocabulary"][0].path, texts, folder, request.report)
+    ids, words = sources["train"][0].path, sources["vocabulary"][0].path
+    return build_ids(ids, words, _texts(sources, request), folder, request.report)
 
 
 def _build_embedded(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
-    return _build_limited(embedded.texts(request.report), folder, request)
+    texts = embedded.texts(request.report, spaced=request.tokens == "words")
+    return build_text(texts.__getitem__, folder, request)
 
 
 PUBLISHED_SETS = {
@@ -193,7 +198,7 @@ PUBLISHED_SETS = {
 }
 """SHA-256 of a published wiki.valid.tokens or wiki.test.tokens -> its corpus: others are scored on them too."""
 
-_LIMITS = {"min_count": 1, "max_words": None}
+_TOKENS = {"tokens": "words", "min_count": 1, "vocabulary_size": None}
 _FILES = {"valid": None, "test": None}
 _LANGUAGES = {"source_language": "en", "target_language": "de"}
 
@@ -231,11 +236,12 @@ CORPORA: dict[str, CorpusKind] = {
         ),
     ),
     "text": CorpusKind(
-        "any plain text in UTF-8, words",
+        "any plain text in UTF-8, in words, byte pairs, characters or bytes",
         "give a text file, or a folder of .txt files",
         _find_text,
         _build_text,
-        options=_LIMITS | _FILES,
+        options=_TOKENS | _FILES,
+        named_by_out=True,
     ),
     "ids": CorpusKind(
         "token numbers with their vocabulary, words",
@@ -246,11 +252,11 @@ CORPORA: dict[str, CorpusKind] = {
         options=_FILES,
     ),
     "embedded": CorpusKind(
-        "the English documentation that comes with Python, words; needs no files",
+        "the English documentation that comes with Python, in words, byte pairs, characters or bytes; needs no files",
         "leave --source out",
         lambda request, obtain: {},
         _build_embedded,
-        options=_LIMITS | {"min_count": 3},
+        options=_TOKENS | {"min_count": 3},
         needs_source=False,
     ),
     "wmt14": CorpusKind(
@@ -261,7 +267,7 @@ CORPORA: dict[str, CorpusKind] = {
         build_from_files,
         official=OfficialPairs("WMT14 en-de", (3_900_000, 4_600_000), (3_000, 3_000), (2_737, 3_003)),
         hub=Hub("wmt/wmt14", "de-en", write_wmt),
-        options=_FILES | {"vocab": 32_000},
+        options=_FILES | {"vocabulary_size": 32_000},
         needs=("tokenizers",),
     ),
     "parallel": CorpusKind(
@@ -269,7 +275,7 @@ CORPORA: dict[str, CorpusKind] = {
         "give a folder with files like train.en and train.de, valid.en and valid.de (.gz, .xz and .sgm too)",
         find_pairs,
         build_from_files,
-        options=_FILES | _LANGUAGES | {"vocab": 32_000},
+        options=_FILES | _LANGUAGES | {"vocabulary_size": 32_000},
         needs=("tokenizers",),
     ),
     "numbers": CorpusKind(
@@ -277,7 +283,7 @@ CORPORA: dict[str, CorpusKind] = {
         "leave --source out",
         lambda request, obtain: {},
         numbers.build,
-        options={"pairs": 20_000, "held_out": 500, "highest": 999, "vocab": 400},
+        options={"pairs": 20_000, "held_out": 500, "highest": 999, "vocabulary_size": 400},
         needs_source=False,
         needs=("num2words", "tokenizers"),
     ),

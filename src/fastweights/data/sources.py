@@ -57,11 +57,11 @@ class CorpusRequest:
     source: Path | None = None
     valid: Path | None = None
     test: Path | None = None
+    tokens: str = "words"
     min_count: int = 1
-    max_words: int | None = None
+    vocabulary_size: int | None = None
     source_language: str = "en"
     target_language: str = "de"
-    vocab: int = 32_000
     pairs: int = 0
     held_out: int = 0
     highest: int = 0

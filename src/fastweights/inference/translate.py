@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.data.pairs.corpus import EOS, PAD, Tokenizer
+from fastweights.data.pairs.corpus import EOS, PAD, PairTokenizer
 from fastweights.inference.beam import Search, beam_search
 from fastweights.inference.capture import CapturedStep
 from fastweights.models.translation import Encoded, TranslationModel, TranslationState
@@ -30,7 +30,7 @@ class Translation(NamedTuple):
 
 def translate(
     model: TranslationModel,
-    tokenizer: Tokenizer,
+    tokenizer: PairTokenizer,
     lines: Sequence[str],
     *,
     beam: int = 4,
@@ -50,7 +50,7 @@ def translate(
 @torch.no_grad()
 def n_best(
     model: TranslationModel,
-    tokenizer: Tokenizer,
+    tokenizer: PairTokenizer,
     lines: Sequence[str],
     search: Search,
     *,
@@ -75,7 +75,7 @@ def n_best(
     decoding = CapturedDecoder(model) if graph else model
     results: list[list[Translation]] = [[] for _ in lines]
     wanted = [i for i, line in enumerate(lines) if line.strip()]
-    rows = dict(zip(wanted, tokenizer.encode([lines[i] for i in wanted]), strict=True))
+    rows = dict(zip(wanted, tokenizer.encode_batch([lines[i] for i in wanted]), strict=True))
     wanted.sort(key=lambda i: -len(rows[i]))
     try:
         start = 0
@@ -85,7 +85,7 @@ def n_best(
             start += len(numbers)
             source, mask = pad_sources([rows[i] for i in numbers])
             ranked = beam_search(decoding, source.to(device), mask.to(device), search)
-            texts = iter(tokenizer.decode([h.tokens for hypotheses in ranked for h in hypotheses]))
+            texts = (tokenizer.decode(h.tokens) for hypotheses in ranked for h in hypotheses)
             for i, hypotheses in zip(numbers, ranked, strict=True):
                 # A line stays a line, whatever an untrained model writes.
                 results[i] = [Translation(next(texts).replace("\n", " "), h.log_prob, h.score) for h in hypotheses]
@@ -97,7 +97,7 @@ def n_best(
 
 def stream(
     model: TranslationModel,
-    tokenizer: Tokenizer,
+    tokenizer: PairTokenizer,
     groups: Iterable[Sequence[str]],
     search: Search,
     *,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fastweights.data.manifest import SPLITS, TYPE_CODES, DataError, checksum
-from fastweights.data.pairs.bpe import Tokenizer, train_tokenizer
+from fastweights.data.pairs.bpe import PairTokenizer
 from fastweights.data.pairs.files import FileSet, Pair, Progress, find_sets, named_set, one_sided, read_pairs, sort_sets
 from fastweights.data.sources import CorpusFiles, CorpusRequest, Source
 from fastweights.data.text.build import dtype_for
@@ -41,13 +41,13 @@ class PairCounts:
 class BuiltPairs:
     """What was written into the folder."""
 
-    vocabulary: Tokenizer
+    tokenizer: PairTokenizer
     languages: tuple[str, str]
     splits: dict[str, PairCounts] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
-        return dtype_for(self.vocabulary)
+        return dtype_for(self.tokenizer.size)
 
     @property
     def lack(self) -> str | None:
@@ -139,8 +139,9 @@ def build_pairs(
     read: Pairs, splits: list[str], languages: tuple[str, str], folder: Path, request: CorpusRequest
 ) -> BuiltPairs:
     """Write the pairs that `read` gives for each split; a pair of empty lines is one to leave out."""
-    tokenizer = train_tokenizer(_texts(read, request), request.vocab)
-    built = BuiltPairs(tokenizer, languages)
+    size = request.vocabulary_size
+    assert size is not None
+    built = BuiltPairs(PairTokenizer.train(_texts(read, size, request), size), languages)
     for split in splits:
         progress = partial(request.report, f"writing {split}")
         progress(0.0)
@@ -148,14 +149,14 @@ def build_pairs(
     return built
 
 
-def _texts(read: Pairs, request: CorpusRequest) -> Iterator[str]:
+def _texts(read: Pairs, size: int, request: CorpusRequest) -> Iterator[str]:
     """Yield both sides of the training pairs, for the vocabulary."""
     request.progress("train")(0.0)
     for pair in read("train", request.progress("train")):
         if pair.source:
             yield from pair[1:]
     # The library merges pairs when it has read all, and says nothing while it does.
-    request.report(f"merging to {request.vocab:,} pieces", 0.0)
+    request.report(f"merging to {size:,} pieces", 0.0)
 
 
 def _write(pairs: Iterator[Pair], split: str, built: BuiltPairs, folder: Path) -> PairCounts:
@@ -175,7 +176,7 @@ def _write(pairs: Iterator[Pair], split: str, built: BuiltPairs, folder: Path) -
             counts.pairs += len(kept)
             counts.left_out += len(chunk) - len(kept)
             for side, lines in enumerate(zip(*kept, strict=True)):
-                rows = built.vocabulary.encode(lines)
+                rows = built.tokenizer.encode_batch(lines)
                 ends = array("Q")
                 for row in rows:
                     array(code, row).tofile(numbers[side])

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fastweights.common.tables import look_up
 from fastweights.data.manifest import DataError, fingerprint, finished
-from fastweights.data.pairs.bpe import BOS, EOS, PAD, UNK, Tokenizer
+from fastweights.data.pairs.bpe import BOS, EOS, PAD, UNK, PairTokenizer
 
-__all__ = ["BOS", "EOS", "PAD", "UNK", "PairBatch", "PairBatches", "ParallelCorpus", "ParallelSplit", "Tokenizer"]
+__all__ = ["BOS", "EOS", "PAD", "UNK", "PairBatch", "PairBatches", "PairTokenizer", "ParallelCorpus", "ParallelSplit"]
 
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -28,7 +28,7 @@ Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 class ParallelSplit:
     """Sentence pairs by number, as token numbers without specials."""
 
-    def __init__(self, name: str, folder: Path, entry: dict[str, Any], dtype: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, name: str, folder: Path, entry: dict[str, Any], dtype: str, tokenizer: PairTokenizer) -> None:
         self.name, self.folder, self.tokenizer = name, folder, tokenizer
         self._files, self._size = entry["files"], int(entry["pairs"])
         self._ids, self._starts = {}, {}
@@ -90,7 +90,7 @@ class ParallelSplit:
     def _texts(self, side: str) -> list[str]:
         if f"{side}_text" not in self._files:
             # Every text comes back from its tokens as it was; of the training text there is no other copy.
-            return self.tokenizer.decode([self._sentence(side, number).tolist() for number in range(self._size)])
+            return [self.tokenizer.decode(self._sentence(side, number)) for number in range(self._size)]
         # Only \n ends a line.
         return self._path(f"{side}_text").read_bytes().decode().removesuffix("\n").split("\n")
 
@@ -238,7 +238,7 @@ class ParallelCorpus:
 
     folder: Path
     manifest: dict[str, Any]
-    tokenizer: Tokenizer
+    tokenizer: PairTokenizer
     splits: dict[str, ParallelSplit]
 
     @classmethod
@@ -246,7 +246,7 @@ class ParallelCorpus:
         """Map a finished corpus: its sizes must be those of the manifest, and with `verify` every checksum too."""
         folder = Path(folder)
         manifest = finished(folder, "pairs", verify)
-        tokenizer = Tokenizer.load((folder / manifest["vocabulary"]["file"]).read_bytes())
+        tokenizer = PairTokenizer.load((folder / manifest["vocabulary"]["file"]).read_bytes())
         dtype = manifest["dtype"]
         splits = {n: ParallelSplit(n, folder, entry, dtype, tokenizer) for n, entry in manifest["splits"].items()}
         return cls(folder, manifest, tokenizer, splits)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastweights.common.tables import look_up
 from fastweights.data.manifest import SPLITS, DataError, fingerprint, finished
-from fastweights.data.text.vocabulary import VOCABULARIES, Vocabulary
+from fastweights.data.tokenizer import TOKENIZERS, Tokenizer
 
 # PyTorch computes little in uint32; no vocabulary is so large that int32 reads it differently.
 _DTYPES = {"uint16": torch.uint16, "uint32": torch.int32}
@@ -244,11 +244,11 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What `fastweights data` wrote: three streams and the vocabulary they are written in."""
+    """What `fastweights data` wrote: three streams and the tokenizer they are written with."""
 
     folder: Path
     manifest: dict[str, Any]
-    vocabulary: Vocabulary
+    tokenizer: Tokenizer
     train: TokenStream
     valid: TokenStream
     test: TokenStream
@@ -259,13 +259,12 @@ class Corpus:
         folder = Path(folder)
         manifest = finished(folder, "stream", verify)
         kind, dtype = manifest["vocabulary"]["kind"], _DTYPES[manifest["dtype"]]
-        vocabulary = look_up(VOCABULARIES, kind, "vocabulary").load(
-            (folder / manifest["vocabulary"]["file"]).read_bytes()
-        )
-        if len(vocabulary) != manifest["vocabulary"]["size"]:
-            raise DataError(f"the vocabulary in {folder} has {len(vocabulary):,} entries; prepare the corpus again")
+        content = (folder / manifest["vocabulary"]["file"]).read_bytes()
+        tokenizer = look_up(TOKENIZERS, kind, "tokenizer").load(content)
+        if tokenizer.size != manifest["vocabulary"]["size"]:
+            raise DataError(f"the vocabulary in {folder} has {tokenizer.size:,} entries; prepare the corpus again")
         streams = {split: _mapped(folder, manifest["splits"][split], dtype) for split in SPLITS}
-        return cls(folder, manifest, vocabulary, **streams)
+        return cls(folder, manifest, tokenizer, **streams)
 
     def split(self, name: str) -> TokenStream:
         """Return the stream of that name: train, valid or test."""

@@ -10,17 +10,17 @@ from torch import Tensor
 from fastweights.common.tables import look_up
 from fastweights.data.manifest import DataError
 from fastweights.data.text.corpus import TokenStream
-from fastweights.data.text.vocabulary import EOS, ByteVocabulary, Vocabulary, WordVocabulary
+from fastweights.data.tokenizer import EOS, Tokenizer, WordTokenizer
 
 
-def articles(tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
+def articles(tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
     """Mark article titles of WikiText: a line `= Title =` with an empty line before and after it.
 
     Headings of sections have two or more signs a side. Where a corpus gives them one, its sections are its documents.
     """
-    if not isinstance(vocabulary, WordVocabulary) or not {EOS, "="} <= set(vocabulary.words):
+    if not isinstance(tokenizer, WordTokenizer) or not {EOS, "="} <= set(tokenizer.words):
         raise DataError("documents 'articles' begin with a line = Title =, which takes a vocabulary with the word '='")
-    eos, sign = tokens == vocabulary[EOS], tokens == vocabulary["="]
+    eos, sign = tokens == tokenizer[EOS], tokens == tokenizer["="]
     starts = torch.zeros_like(eos)
     ends = eos.nonzero().squeeze(-1)
     # The stream may begin with a title, as if lines had come before it.
@@ -37,31 +37,25 @@ def articles(tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
     return starts
 
 
-def paragraphs(tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
+def paragraphs(tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
     """Mark whatever follows one or more empty lines."""
-    if isinstance(vocabulary, WordVocabulary):
-        line_end = vocabulary[EOS]
-    elif isinstance(vocabulary, ByteVocabulary):
-        line_end = ord("\n")
-    else:
-        raise DataError(f"documents 'paragraphs' are not known for a vocabulary of {vocabulary.kind}")
-    ends = tokens == line_end
+    ends = torch.isin(tokens, torch.tensor(tokenizer.line_ends, dtype=tokens.dtype, device=tokens.device))
     starts = torch.zeros_like(ends)
     starts[2:] = ends[:-2] & ends[1:-1] & ~ends[2:]
     return starts
 
 
-DOCUMENTS: dict[str, Callable[[Tensor, Vocabulary], Tensor] | None] = {
+DOCUMENTS: dict[str, Callable[[Tensor, Tokenizer], Tensor] | None] = {
     "none": None,
     "articles": articles,
     "paragraphs": paragraphs,
 }
 
 
-def mark_documents(stream: TokenStream, vocabulary: Vocabulary, kind: str) -> TokenStream:
+def mark_documents(stream: TokenStream, tokenizer: Tokenizer, kind: str) -> TokenStream:
     """Return the stream with `starts`, which its segments and windows then have too."""
     find = look_up(DOCUMENTS, kind, "kind of documents")
     if find is None:
         return stream
     # Comparisons are not there for uint16, and int32 holds every vocabulary.
-    return TokenStream(stream.tokens, find(stream.tokens.to(torch.int32), vocabulary))
+    return TokenStream(stream.tokens, find(stream.tokens.to(torch.int32), tokenizer))

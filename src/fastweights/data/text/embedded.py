@@ -37,18 +37,27 @@ _PARAGRAPH = re.compile(r"\n\s*\n")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def texts(report: Report) -> dict[str, list[str]]:
-    """Return the documents of each split; whole documents are held out, and repeated paragraphs left out."""
+def texts(report: Report, spaced: bool = True) -> dict[str, list[str]]:
+    """Return the documents of each split; whole documents are held out, and repeated paragraphs left out.
+
+    Each paragraph is one line with a space between words and signs, or with `spaced` False as it was written. Both
+    ways have the same paragraphs in the same splits.
+    """
     documents: dict[str, str] = {}
+    sizes: dict[str, int] = {}
     seen = set()
     for name, paragraphs, fraction in _documents():
         report("reading the documentation of Python", fraction)
         # The topics of the reference quote each other, and what is tested must not be in the training text.
-        lines = [line for paragraph in paragraphs if (line := _tokenise(paragraph)) and line not in seen]
+        kept = [(line, raw) for raw in paragraphs if (line := _tokenise(raw)) and line not in seen]
+        lines = [line for line, _ in kept]
         seen.update(lines)
         if lines:
-            documents[name] = "\n".join([f" = {_tokenise(name)} = ", "", *lines, "", ""])
-    held_out = _hold_out({name: len(document) for name, document in documents.items()})
+            document = "\n".join([f" = {_tokenise(name)} = ", "", *lines, "", ""])
+            sizes[name] = len(document)
+            written = "\n\n".join([f"= {name} =", *(raw.rstrip() for _, raw in kept)])
+            documents[name] = document if spaced else f"{written}\n\n\n"
+    held_out = _hold_out(sizes)
     chosen: dict[str, list[str]] = {split: [] for split in SPLITS}
     for name, document in documents.items():
         chosen[held_out.get(name, "train")].append(document)

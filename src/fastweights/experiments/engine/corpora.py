@@ -78,7 +78,7 @@ def identify(folder: Path) -> dict[str, Any]:
     name = "Python's documentation" if manifest["kind"] == "embedded" else manifest["name"]
     return {
         "name": name_with_warning(name, manifest),
-        "words": len(corpus.vocabulary),
+        "words": corpus.tokenizer.size,
         "fingerprint": corpus.fingerprint,
     }
 

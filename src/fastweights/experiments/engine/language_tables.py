@@ -250,7 +250,7 @@ def _evaluate(
     for split in SPLITS:
 
         def measure(split: str = split) -> dict[str, Any]:
-            stream = mark_documents(corpus.split(split), corpus.vocabulary, config.get("documents", "none"))
+            stream = mark_documents(corpus.split(split), corpus.tokenizer, config.get("documents", "none"))
             result = evaluate.measure(model, stream, how)
             return {"loss": result.loss, "ppl": result.ppl, "tokens": result.tokens}
 

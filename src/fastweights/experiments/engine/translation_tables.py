@@ -29,7 +29,7 @@ from fastweights.experiments.engine.runner import (
 from fastweights.inference.translate import translate
 from fastweights.models.translation_config import POSITIONS, TranslationModelConfig, idle_fields
 from fastweights.training.engine.config import TrainingConfig
-from fastweights.training.runs.saved import TranslationRun, keep_vocabulary
+from fastweights.training.runs.saved import TranslationRun, keep_tokenizer
 from fastweights.training.tasks.bleu import bleu
 from fastweights.training.tasks.translation import FIELDS, TranslationTask, plan_translation
 
@@ -124,7 +124,7 @@ def identify(folder: Path) -> dict[str, Any]:
     name = name if name.endswith(languages) else f"{name}, {languages}"
     return {
         "name": name_with_warning(name, corpus.manifest),
-        "pieces": len(corpus.tokenizer),
+        "pieces": corpus.tokenizer.size,
         "fingerprint": corpus.fingerprint,
     }
 
@@ -188,7 +188,7 @@ def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: st
     """Measure BLEU of the best checkpoint on the validation set, and on the test set where there is one."""
     model, checkpoint = TranslationRun.open(folder).load("best", device)
     corpus = load_corpus(ParallelCorpus, config, data)
-    keep_vocabulary(folder, corpus.tokenizer)
+    keep_tokenizer(folder, corpus.tokenizer)
     found: dict[str, Any] = {"parameters": model.n_parameters, "best_step": checkpoint.step}
     found["sets"] = sets(corpus.manifest)
     samples: list[Any] = []

@@ -162,7 +162,8 @@ def _text(words: int, length: int) -> Corpus:
     edges = (weights / weights.sum()).cumsum(0)
     tokens = torch.searchsorted(edges, torch.rand(length, generator=generator, dtype=torch.float64))
     stream = TokenStream(tokens.clamp(max=words - 1).to(torch.int32))
-    return cast("Corpus", SimpleNamespace(vocabulary=range(words), train=stream, valid=stream, folder="Zipf's law"))
+    tokenizer = SimpleNamespace(size=words)
+    return cast("Corpus", SimpleNamespace(tokenizer=tokenizer, train=stream, valid=stream, folder="Zipf's law"))
 
 
 def _release() -> None:

@@ -1,4 +1,4 @@
-"""Folders that models were trained in, read back: configuration, weights, vocabulary and corpus.
+"""Folders that models were trained in, read back: configuration, weights, tokenizer and corpus.
 
     run = LanguageRun.open("runs/tiny-delta")
     model, checkpoint = run.load("best")
@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from fastweights.common.files import write_atomically
-from fastweights.data.pairs.corpus import ParallelCorpus, Tokenizer
+from fastweights.data.pairs.corpus import PairTokenizer, ParallelCorpus
 from fastweights.data.text.corpus import Corpus
-from fastweights.data.text.vocabulary import VOCABULARIES, Vocabulary
+from fastweights.data.tokenizer import TOKENIZERS, Tokenizer
 from fastweights.models.configuration import ModelConfig
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig
 from fastweights.models.translation import TranslationModel
@@ -152,13 +152,13 @@ class LanguageRun(SavedRun[LanguageModelConfig, LanguageModel, Corpus]):
         before = self._trained_on("fingerprint")
         return None if corpus.fingerprint == before else f"its fingerprint is {corpus.fingerprint}, not {before}"
 
-    def vocabulary(self, data: Path | str | None = None) -> Vocabulary:
-        """Return the vocabulary, from the copy in the run's folder, or from its corpus where there is none."""
-        for kind in VOCABULARIES.values() if data is None else ():
+    def tokenizer(self, data: Path | str | None = None) -> Tokenizer:
+        """Return the tokenizer, from the copy in the run's folder, or from its corpus where there is none."""
+        for kind in TOKENIZERS.values() if data is None else ():
             content = self._kept(kind.file, "vocabulary_sha256")
             if content is not None:
                 return kind.load(content)
-        return self.corpus(data).vocabulary
+        return self.corpus(data).tokenizer
 
 
 @dataclass(frozen=True)
@@ -174,19 +174,19 @@ class TranslationRun(SavedRun[TranslationModelConfig, TranslationModel, Parallel
         same = corpus.tokenizer.sha256 == self._trained_on("tokenizer_sha256")
         return None if same else "it has another tokenizer"
 
-    def tokenizer(self, data: Path | str | None = None) -> Tokenizer:
+    def tokenizer(self, data: Path | str | None = None) -> PairTokenizer:
         """Return the tokenizer, from the copy in the run's folder, or from its corpus where there is none."""
-        content = self._kept(Tokenizer.file, "tokenizer_sha256") if data is None else None
-        return self.corpus(data).tokenizer if content is None else Tokenizer.load(content)
+        content = self._kept(PairTokenizer.file, "tokenizer_sha256") if data is None else None
+        return self.corpus(data).tokenizer if content is None else PairTokenizer.load(content)
 
 
-def keep_vocabulary(folder: Path, vocabulary: Vocabulary | Tokenizer, fresh: bool = False) -> None:
-    """Copy the vocabulary beside a run, which can then be used where its corpus is not.
+def keep_tokenizer(folder: Path, tokenizer: Tokenizer, fresh: bool = False) -> None:
+    """Copy the tokenizer beside a run, which can then be used where its corpus is not.
 
     A copy that is there already belongs to the run that is there, unless that one is about to be moved away.
     """
     try:
-        if fresh or not (folder / vocabulary.file).exists():
-            write_atomically(folder / vocabulary.file, vocabulary.dump())
+        if fresh or not (folder / tokenizer.file).exists():
+            write_atomically(folder / tokenizer.file, tokenizer.dump())
     except OSError as error:
         raise RunError(f"cannot write to {folder}: {error.strerror}; choose another folder") from None

@@ -75,7 +75,7 @@ class LanguageTask(Task):
         with torch.device("meta"):
             self.n_parameters = LanguageModel(model).n_parameters
         streams = {"train": corpus.train, "valid": corpus.valid}
-        self._streams = {split: mark_documents(each, corpus.vocabulary, documents) for split, each in streams.items()}
+        self._streams = {split: mark_documents(each, corpus.tokenizer, documents) for split, each in streams.items()}
         self._segments: dict[tuple[int, int], Segments | ShuffledSegments] = {}
         self._check_cut("train", self._cut)
         self._check_cut("valid", lambda: self._streams["valid"].segments(eval_batch, segment))
@@ -87,7 +87,7 @@ class LanguageTask(Task):
             raise ValueError(f"the {split} text of {self.corpus.folder}: {error}") from None
 
     def _check(self) -> None:
-        model, words = self.model, len(self.corpus.vocabulary)
+        model, words = self.model, self.corpus.tokenizer.size
         if model.vocab_size != words:
             raise ValueError(f"the model has vocab_size {model.vocab_size:,}, the corpus {words:,} words")
         if self.documents != "none":
@@ -194,5 +194,5 @@ def plan(
 
 def assemble(corpus: Corpus, **choice: Any) -> tuple[LanguageTask, TrainingConfig]:
     """Make the task and the configuration that `plan` chooses for a corpus."""
-    model, task, training = plan(len(corpus.vocabulary), **choice)
+    model, task, training = plan(corpus.tokenizer.size, **choice)
     return LanguageTask(model, corpus, seed=training.seed, **task), training

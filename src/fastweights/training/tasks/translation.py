@@ -64,8 +64,8 @@ class TranslationTask(Task):
         bleu_beam: int = BLEU_BEAM,
         seed: int = 0,
     ) -> None:
-        if model.vocab_size != len(corpus.tokenizer):
-            raise ValueError(f"the model has vocab_size {model.vocab_size:,}, the corpus {len(corpus.tokenizer):,}")
+        if model.vocab_size != corpus.tokenizer.size:
+            raise ValueError(f"the model has vocab_size {model.vocab_size:,}, the corpus {corpus.tokenizer.size:,}")
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing must be at least 0 and below 1, got {label_smoothing}")
         if bleu_sentences < 0 or bleu_beam < 1:
@@ -184,5 +184,5 @@ def plan_translation(
 
 def assemble_translation(corpus: ParallelCorpus, **choice: Any) -> tuple[TranslationTask, TrainingConfig]:
     """Make the task and the configuration that `plan_translation` chooses for a corpus."""
-    model, task, training = plan_translation(len(corpus.tokenizer), **choice)
+    model, task, training = plan_translation(corpus.tokenizer.size, **choice)
     return TranslationTask(model, corpus, seed=training.seed, **task), training
