@@ -109,7 +109,10 @@ class FastWeightAttention(nn.Module):
         x = check_input(x, self.d_model, mask)
         if self.feature_map.training:
             self.feature_map.redraw()
-        return self._attend(x, state, mask, cu_seqlens, starts)
+        given = {"state": state, "mask": mask, "cu_seqlens": cu_seqlens, "starts": starts}
+        y, state = fast_weight_memory(**self._heads(x), **given)
+        y = self._join(y)
+        return y if mask is None else y.masked_fill(~mask.unsqueeze(-1), 0), state
 
     def step(
         self, x: Tensor, state: FastWeightState | None = None, in_place: bool = False
@@ -120,18 +123,11 @@ class FastWeightAttention(nn.Module):
         """
         x = check_token(x, self.d_model)
         # Random features stay as they are: a memory can only be read with the features it was written with.
-        y, state = self._attend(x, state, in_place=in_place)
-        return y.squeeze(1), state
+        y, state = fast_weight_memory(**self._heads(x), state=state, in_place=in_place)
+        return self._join(y).squeeze(1), state
 
-    def _attend(
-        self,
-        x: Tensor,
-        state: FastWeightState | None,
-        mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        starts: Tensor | None = None,
-        in_place: bool = False,
-    ) -> tuple[Tensor, FastWeightState]:
+    def _heads(self, x: Tensor) -> dict[str, Any]:
+        """Return what the memory takes: raw heads of x and logits of gates, and what to do with them."""
         check_dtype(x, self.project)
         # All heads of q, then all of k, and so on: every head starts where 16 bytes can be loaded at once.
         parts = self.project(x).split([self.n_heads * size for size in self.sizes], -1)
@@ -139,23 +135,21 @@ class FastWeightAttention(nn.Module):
             part.unflatten(-1, (self.n_heads, size)) for part, size in zip(parts, self.sizes, strict=True)
         )
         q = q if self.project_queries else x.unflatten(-1, (self.n_heads, -1))
-        y, state = fast_weight_memory(
-            q.to(v.dtype),
-            k,
-            v,
-            rule=self.rule,
-            normalization=self.memory_normalization,
-            cu_seqlens=cu_seqlens,
-            state=state,
-            backend=self.backend,
-            mask=mask,
-            starts=starts,
-            features=MapFeatures(self.feature_map, self.normalize, logits=True),
-            in_place=in_place,
+        return {
+            "q": q.to(v.dtype),
+            "k": k,
+            "v": v,
+            "rule": self.rule,
+            "normalization": self.memory_normalization,
+            "backend": self.backend,
+            "features": MapFeatures(self.feature_map, self.normalize, logits=True),
             **{gate.name: self._logit(gate, raw) for gate, raw in zip(self.rule.gates, gates, strict=True)},
-        )
-        y = self.out(y.flatten(-2) * self.output_scale)
-        return y if mask is None else y.masked_fill(~mask.unsqueeze(-1), 0), state
+        }
+
+    def _join(self, y: Tensor) -> Tensor:
+        """Project what all heads have read, (B, T, H, M), back to (B, T, d_model)."""
+        projected: Tensor = self.out(y.flatten(-2) * self.output_scale)
+        return projected
 
     def _logit(self, gate: Gate, raw: Tensor) -> Tensor:
         """Return what a gate is the sigmoid of, in at least float32 where a bias is added."""
