@@ -11,7 +11,7 @@ from torch.utils._device import DeviceContext
 
 from fastweights.common.transforms import is_transformed
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def wants_gradients(*tensors: Tensor | None) -> bool:
@@ -23,27 +23,30 @@ def wants_gradients(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _is_watched() -> bool:
-    """Return whether something that traces or counts stands between a call and its kernels."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing() or is_transformed():
+def is_watched() -> bool:
+    """Return whether something that traces or counts stands between a call and its kernels; `is_transformed` aside."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
         return True
-    # A default device is no reason: whoever makes a tensor here says where.
-    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
-    return any(type(mode) is not DeviceContext for mode in modes)
-
-
-def is_eager(*tensors: Any) -> bool:
-    """Return whether nothing but autograd looks on, and all tensors are numbers as they stand in memory."""
-    if torch.compiler.is_compiling() or _is_watched():
+    if not torch._C._len_torch_function_stack():
         return False
-    for x in tensors:
-        if x is not None and (type(x) not in _PLAIN or x.is_meta or x.is_neg() or x._is_zerotensor()):
-            return False
-    return True
+    # A default device is no reason: whoever makes a tensor here says where.
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 _MOST_LEVELS = 8
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
+def is_eager(*tensors: Any) -> bool:
+    """Return whether nothing but autograd looks on, and all tensors are numbers as they stand in memory."""
+    if is_watched() or is_transformed():
+        return False
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in PLAIN_TENSORS or x.is_meta or x.is_neg() or x._is_zerotensor() or _is_batched(x):
+            return False
+    return True
 
 
 def batch_level(*grads: Tensor | None) -> int:

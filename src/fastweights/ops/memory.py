@@ -84,29 +84,27 @@ def fast_weight_memory(
     W, z = (None, None) if state is None else (state.W, state.z)
     normalized = normalization is not None
     inputs = Inputs(rule, q, k, v, taken, W, z, cu_seqlens, mask, starts, features, in_place, normalized)
-    spec = _describe(inputs)
-    # Checks and the choice of kernels take longer than the smaller kernels: once for each description.
-    known = backends.EXECUTABLES.get((spec, name)) if spec is not None and spec.eager else None
-    if known is None:
+    try:
+        spec = Spec.of(inputs)
+    except (AttributeError, IndexError):
+        # Something is not a tensor, or has too few dimensions, and the checks say what.
         _check(inputs)
-        assert spec is not None
-        known = backends.prepare(spec, name)
+        raise
+    # Checks and the choice of kernels take longer than the smaller kernels: once for each spec.
+    run = backends.EXECUTABLES.get((spec, name)) if spec.eager else None
+    if run is None:
+        _check(inputs)
+        run = backends.prepare(spec, name)
         if spec.eager:
             if len(backends.EXECUTABLES) >= MOST_EXECUTABLES:
                 backends.EXECUTABLES.clear()
-            backends.EXECUTABLES[spec, name] = known
+            backends.EXECUTABLES[spec, name] = run
     if cu_seqlens is not None:
         _check_bounds(cu_seqlens, q.shape[1])
-    y, W, z = known(inputs)
+        # Kernels read it as a block of memory.
+        inputs.cu_seqlens = cu_seqlens.contiguous()
+    y, W, z = run(inputs)
     return y if y.dtype == q.dtype else y.to(q.dtype), FastWeightState(W, z)
-
-
-def _describe(inputs: Inputs) -> Spec | None:
-    """Return the spec of a call; None where something is not a tensor, which the checks will name."""
-    try:
-        return Spec.of(inputs)
-    except (AttributeError, IndexError):
-        return None
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastweights.common.transforms import is_transformed
-from fastweights.ops.eager import is_eager, wants_gradients
+from fastweights.ops.eager import PLAIN_TENSORS, is_watched
 from fastweights.ops.features import PLAIN, Features, MapFeatures
 from fastweights.ops.rules import Rule
 
@@ -151,8 +151,13 @@ class Spec(NamedTuple):
         """Describe a call."""
         q, k, v, W, z, gates = inputs.q, inputs.k, inputs.v, inputs.W, inputs.z, inputs.gates
         bounds, mask, starts, features = inputs.cu_seqlens, inputs.mask, inputs.starts, inputs.features
-        tensors, transformed = (q, k, v, *gates.values(), W, z), is_transformed()
-        return cls(
+        transformed, gradients = is_transformed(), False
+        eager = not (transformed or is_watched())
+        for x in (q, k, v, W, z, bounds, mask, starts, *gates.values()):
+            if x is not None:
+                eager = eager and type(x) in PLAIN_TENSORS and not (x.is_neg() or x._is_zerotensor())
+                gradients = gradients or x.requires_grad
+        fields = (
             inputs.rule,
             q.shape,
             q.stride(),
@@ -169,11 +174,13 @@ class Spec(NamedTuple):
             inputs.normalized,
             features.description,
             features.size(q.shape[3]),
-            wants_gradients(*tensors),
+            gradients and torch.is_grad_enabled(),
             inputs.in_place,
-            not transformed and is_eager(*tensors, bounds, mask, starts),
+            eager and not q.is_meta,
             transformed,
         )
+        # The class itself would take its fields one by one.
+        return cls._make(fields)
 
     @property
     def state_dtype(self) -> torch.dtype:
