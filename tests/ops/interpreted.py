@@ -12,7 +12,7 @@ import torch
 
 from fastweights.ops.eager import is_eager
 from fastweights.ops.features import PLAIN
-from fastweights.ops.gpu.memory.autograd import Walk
+from fastweights.ops.gpu.memory.autograd import walk
 from fastweights.ops.gpu.memory.signatures import WalkSignature
 from fastweights.ops.gpu.memory.variants import FusedWalk, SplitWalk, Variant, configuration, may_go_by_token
 
@@ -39,7 +39,7 @@ def recurrence(q, k, v, a, e, w, W, cu_seqlens, dtype, features=PLAIN, config=No
         by_token = may_go_by_token(a is not None, H, D, M)
         config = configuration(D, M, q.dtype, N * H, q.shape[1], features, by_token)
     kind = WalkSignature.of(q, v, (a, e, None if tied else w), tied, cu_seqlens, config, features)
-    return Walk(kind, is_eager(q, k, v, a, e, w, W, cu_seqlens))(q, k, v, a, e, w, W, cu_seqlens, dtype)
+    return walk(kind, is_eager(q, k, v, a, e, w, W, cu_seqlens))(q, k, v, a, e, w, W, cu_seqlens, dtype)
 
 
 def as_fused(row: SplitWalk) -> FusedWalk:

@@ -127,7 +127,9 @@ def test_few_long_sequences_are_handed_to_the_kernels_over_groups(monkeypatch):
     gates = (None, torch.empty(B, T, H, device="meta"), None)
     kind = WalkSignature.of(q, q, gates, True, None, configuration(D, D, q.dtype, B * H, T), PLAIN)
     monkeypatch.setattr(autograd, "_grouped", lambda: SimpleNamespace(forward=lambda *_: "by groups"))
-    assert autograd.Walk(kind, True).forward((q, q, q, *gates), None, None, q.dtype, True) == "by groups"
+    tokens = (q, q, q, *gates)
+    plan = autograd.walk(kind, eager=True, gradients=False).make_plan(tokens, None, q.dtype, True)
+    assert plan.forward(tokens, None, None, True) == "by groups"
 
 
 def test_kernels_over_groups_hold_nothing_that_is_not_needed(monkeypatch):

@@ -30,9 +30,8 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from fastweights.ops.gpu.memory import grouped as walks  # noqa: E402
-from fastweights.ops.gpu.memory import launcher  # noqa: E402
+from fastweights.ops.gpu.memory import launcher, step  # noqa: E402
 from fastweights.ops.gpu.memory import plan as launch  # noqa: E402
-from fastweights.ops.gpu.memory.kernels import one_token  # noqa: E402
 from fastweights.ops.gpu.memory.kernels import recurrent_backward as token_backward  # noqa: E402
 from fastweights.ops.gpu.memory.kernels import recurrent_forward as token_forward  # noqa: E402
 
@@ -299,9 +298,10 @@ def test_walks_wait_for_no_load(monkeypatch, dtype, D, M):
 def test_one_token_compiles(monkeypatch, dtype, D, M):
     calls: list[Any] = []
     monkeypatch.setattr(launcher, "_planned", {})
-    monkeypatch.setattr(one_token, "take_step", Recorder(one_token.take_step, calls))
+    monkeypatch.setattr(step, "take_step", Recorder(step.take_step, calls))
     q, v = (torch.empty(2, 1, 8, n, dtype=dtype, device="meta") for n in (D, M))
     gate = torch.empty(2, 1, 8, device="meta")
-    one_token.step(q, q, v, (gate, gate, None), None, None, dtype, True, True, False, Features(logits=1))
+    gates = (gate, gate, None)
+    step.step_plan(q, q, v, gates, True, True, Features(logits=1))(q, q, v, gates, None, None, False)
     check(calls, 90)
     assert len(calls) == 1

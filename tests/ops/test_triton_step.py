@@ -146,13 +146,16 @@ def test_passes_its_own_check(decay, normalized):
 
 @inside
 def test_a_wrong_step_fails_its_check(monkeypatch):
-    right = self_check._step_kernel()
+    right = self_check._step_plan
 
-    def wrong(*arguments):
-        y, *rest = right(*arguments)
-        return y.flip(0), *rest
+    def wrong(*shapes):
+        def run(*tensors):
+            y, *rest = right(*shapes)(*tensors)
+            return y.flip(0), *rest
 
-    monkeypatch.setattr(self_check, "_step_kernel", lambda: wrong)
+        return run
+
+    monkeypatch.setattr(self_check, "_step_plan", wrong)
     kind = StepSignature(torch.float32, 8, 12, False, True, False, True, False)
     check = self_check.check_of(kind, 2)
     assert "off y by" in check.reason(check.run(torch.device("cpu")))

@@ -5,15 +5,16 @@ A backend supplies `forward` and `backward` in terms of numbers:
     forward(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, *settings) -> y, final W, *kept
     backward(dy, dW, q, k, v, a, e, w, *kept, cu_seqlens, *settings) -> [dq, dk, dv, *(those of a, e, w there are), dW]
 
-There are two ways in. Eager calls go straight to these functions through an `autograd.Function`: the Python around a
-custom op takes longer than a short sequence. Whatever traces or wraps (torch.compile, export, fake tensors, tensor
-subclasses) sees custom ops.
+There are two ways in. Eager calls go straight to these functions, or to kernels, through an `autograd.Function`: the
+Python around a custom op takes longer than a short sequence. Whatever traces or wraps (torch.compile, export, fake
+tensors, tensor subclasses) sees custom ops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,9 @@ from torch import Tensor
 from fastweights.common.transforms import refuse_tangent
 from fastweights.ops.eager import batch_level, is_eager_gradient, wants_gradients, without_batch
 
+# Of q, k, v, a, e, w and W; None where there is nothing, or nobody asks.
 Gradients = tuple[Tensor | None, ...]
+Tokens = Sequence[Any]
 # Kernels count the entries of all heads in 32 bits.
 _MOST_HEADS = 512
 
@@ -33,8 +36,28 @@ def number_of_chunks(q: Tensor, chunk: int, cu_seqlens: Tensor | None) -> int:
     return q.shape[1] // chunk + cu_seqlens.numel() - 1
 
 
+class Plan(Protocol):
+    """How eager calls of one spec are run; `tokens` are q, k, v, a, e and w."""
+
+    def forward(self, tokens: Tokens, W: Tensor | None, cu_seqlens: Tensor | None, keep: bool) -> Sequence[Any]:
+        """Return y, the final W and, with `keep`, what the backward pass needs; W may be None for zeros."""
+        ...
+
+    def backward(
+        self,
+        tokens: Tokens,
+        dy: Tensor,
+        dW: Tensor | None,
+        kept: Sequence[Any],
+        cu_seqlens: Tensor | None,
+        wants_state: bool,
+    ) -> Gradients:
+        """Return the gradients, that of W only if it is wanted."""
+        ...
+
+
 class Operator:
-    """One backend's recurrence: the custom ops `op` and `backward_op`, and `__call__`, which takes the shorter way.
+    """One backend's recurrence: the custom ops `op` and `backward_op`, and `bind`, which gives the shorter way.
 
     Args:
         name: of the custom op; its backward pass is called `name`_backward.
@@ -42,10 +65,7 @@ class Operator:
         fake: what `forward` returns, for fake tensors.
         state_size: D, from q and the settings, where that is not the size of q.
         heads: which axis of each kept tensor counts heads.
-        eager: the same pair for eager calls, where they have settings of their own: `forward(inputs, W, cu_seqlens,
-            dtype, keep, *settings)`, with W None for zeros, and `backward(dy, dW, inputs, kept, cu_seqlens,
-            wants_state, *settings)`.
-        for_custom_op: from what eager calls keep, and their settings, to those of the custom op.
+        plan: `plan(tokens, cu_seqlens, dtype, keep, *settings)` for eager calls, where these functions are not that.
         device_types: where `forward` runs, if not everywhere.
     """
 
@@ -58,11 +78,11 @@ class Operator:
         *,
         state_size: Callable[..., int] = lambda q, *settings: q.shape[3],
         heads: Sequence[int] = (1,),
-        eager: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
-        for_custom_op: Callable[..., Any] = lambda kept, settings: (kept, settings),
+        plan: Callable[..., Plan] | None = None,
         device_types: str | None = None,
     ) -> None:
         where: dict[str, Any] = {"mutates_args": (), "device_types": device_types}
+        self.forward, self.backward = forward, backward
         self.op: Any = torch.library.custom_op(f"fastweights::{name}", forward, **where)
         self.op.register_fake(fake)
         self.backward_op: Any = torch.library.custom_op(f"fastweights::{name}_backward", backward, **where)
@@ -70,61 +90,43 @@ class Operator:
         @self.backward_op.register_fake
         def _(dy, dW, q, k, v, a, e, w, *rest):  # type: ignore[no-untyped-def]
             cu_seqlens, *settings = rest[len(heads) :]
-            state = torch.empty_like(self._zeros((q, k, v), cu_seqlens, settings))
+            state = torch.empty_like(self.zeros((q, k, v), cu_seqlens, settings))
             return [*(x.new_empty(x.shape) for x in (q, k, v, a, e, w) if x is not None), state]
 
         # dy, dW, q, k, v, a, e, w and what is kept: an axis more is as many heads more.
         self.axes = (2, 1, 2, 2, 2, 2, 2, 2, *heads)
-        self.backward_op.register_vmap(lambda info, dims, *args: self._more_heads(info.batch_size, dims, args))
+        self.backward_op.register_vmap(lambda info, dims, *args: self.more_heads(info.batch_size, dims, args))
         self.op.register_autograd(self._custom_gradients, setup_context=_remember)
-        self.state_size, self.takes_no_state = state_size, eager is not None
-        self.forward, backward_eagerly = eager or (
-            lambda inputs, *rest: forward(*inputs, *rest),
-            lambda dy, dW, inputs, kept, cu, _, *settings: backward(dy, dW, *inputs, *kept, cu, *settings),
-        )
-        self.apply = self._eager_function(backward_eagerly, for_custom_op)
+        self.state_size = state_size
+        self.plan = plan or partial(_Functions, self)
 
-    def __call__(
-        self,
-        eager: bool,
-        inputs: tuple[Tensor | None, ...],
-        W: Tensor | None,
-        cu_seqlens: Tensor | None,
-        dtype: torch.dtype,
-        settings: tuple[Any, ...],
-        eager_settings: tuple[Any, ...] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run it on (q, k, v, a, e, w) and W, None for zeros, and return y and the final W."""
-        keep = wants_gradients(*inputs, W)
-        if W is None and not (eager and self.takes_no_state):
-            W = self._zeros(inputs, cu_seqlens, settings)
-        if not eager:
-            outputs = self.op(*inputs, W, cu_seqlens, dtype, keep, *settings)
-        else:
-            mine = settings if eager_settings is None else eager_settings
-            if keep:
-                outputs = self.apply(*inputs, W, cu_seqlens, dtype, *mine)
-            else:
-                outputs = self.forward(inputs, W, cu_seqlens, dtype, False, *mine)
-        return outputs[0], outputs[1]
+    def bind(self, settings: tuple[Any, ...], eager: bool, gradients: bool, tied: bool = False) -> Callable[..., Any]:
+        """Return a recurrence, as `ops.family.Recurrence` has it, with these settings.
 
-    def _zeros(self, inputs: tuple[Any, ...], cu_seqlens: Tensor | None, settings: Sequence[Any]) -> Tensor:
+        Args:
+            eager: whether nothing but autograd looks on.
+            gradients: whether anybody may want them.
+            tied: whether the write gate is the erase gate. One is then read, with one gradient.
+        """
+        bound = Bound(self, settings, eager, tied)
+        return partial(_apply, bound) if eager and gradients else bound
+
+    def zeros(self, tokens: Tokens, cu_seqlens: Tensor | None, settings: Sequence[Any]) -> Tensor:
         """Return an empty memory."""
-        q, v = inputs[0], inputs[2]
+        q, v = tokens[0], tokens[2]
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
         shape = (N, q.shape[2], self.state_size(q, *settings), v.shape[3])
         return torch.zeros(shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
 
     def _custom_gradients(self, ctx: Any, dy: Tensor | None, dW: Tensor | None, *_: Any) -> Gradients:
         _refuse_tangents(dy, dW)
-        saved = list(ctx.saved_tensors)
-        *tensors, cu_seqlens = saved
+        *tensors, cu_seqlens = ctx.saved_tensors
         if dy is None:
-            dy = saved[2].new_zeros(saved[2].shape, dtype=ctx.dtype)
+            dy = tensors[2].new_zeros(tensors[2].shape, dtype=ctx.dtype)
         grads = self.backward_op(dy, dW, *tensors, cu_seqlens, *ctx.settings)
-        return _by_input(grads, tensors, ctx, 3)
+        return *_by_input(grads, tensors, ctx.needs_input_grad[6]), *[None] * (3 + len(ctx.settings))
 
-    def _more_heads(self, n: int, dims: Sequence[int | None], args: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
+    def more_heads(self, n: int, dims: Sequence[int | None], args: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
         """Run n backward passes as a few: heads have nothing to do with each other, so n calls are n times the heads.
 
         `dims` say where those of `args` that have it have the axis of the n calls.
@@ -151,47 +153,111 @@ class Operator:
         axes = [*[2] * (len(parts[0]) - 1), 1]
         return [torch.cat(same, axis) for same, axis in zip(zip(*parts, strict=True), axes, strict=True)], axes
 
-    def _eager_function(self, backward: Callable[..., Any], for_custom_op: Callable[..., Any]) -> Callable[..., Any]:
-        forward, more_heads, backward_op = self.forward, self._more_heads, self.backward_op
 
-        class Eager(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-                tensors, (W, cu_seqlens, dtype), settings = inputs[:6], inputs[6:9], inputs[9:]
-                y, W_end, *kept = forward(tensors, W, cu_seqlens, dtype, True, *settings)
-                ctx.save_for_backward(*tensors, W if ctx.needs_input_grad[6] else None, cu_seqlens, *kept)
-                ctx.dtype, ctx.settings = dtype, settings
-                # Zeros for the gradients of states nobody asked about would be written and read for nothing.
-                ctx.set_materialize_grads(False)
-                return y, W_end
+class Bound:
+    """An operator with settings, as `ops.family.Recurrence` has it; eager calls share a plan, made at the first."""
 
-            @staticmethod
-            def backward(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> Gradients:
-                saved = ctx.saved_tensors
-                tensors, (W, cu_seqlens), kept, settings = saved[:6], saved[6:8], saved[8:], ctx.settings
-                if dy is None:
-                    dy = tensors[2].new_zeros(tensors[2].shape, dtype=ctx.dtype)
-                _refuse_tangents(dy, dW)
-                if level := batch_level(dy, dW):
-                    kept, settings = for_custom_op(kept, settings)
-                    (dy, dim), (dW, dim_of_W) = without_batch(dy, level), without_batch(dW, level)
-                    n = len(dW if dim is None else dy)  # type: ignore[arg-type]
-                    arguments = (dy, dW, *tensors, *kept, cu_seqlens, *settings)
-                    batched, dims = more_heads(n, (dim, dim_of_W), arguments)
-                    grads = [torch._add_batch_dim(x, dim, level) for x, dim in zip(batched, dims, strict=True)]
-                elif is_eager_gradient(dy, dW):
-                    grads = backward(dy, dW, tensors, kept, cu_seqlens, ctx.needs_input_grad[6], *settings)
-                else:
-                    if W is not None:
-                        # So that second derivatives see that the states depend on the initial one.
-                        kept = (kept[0] + W.flatten()[:0].sum().to(kept[0].dtype), *kept[1:])
-                    kept, settings = for_custom_op(kept, settings)
-                    grads = backward_op(dy, dW, *tensors, *kept, cu_seqlens, *settings)
-                return _by_input(grads, tensors, ctx, 2)
+    def __init__(self, operator: Operator, settings: tuple[Any, ...], eager: bool, tied: bool) -> None:
+        self.operator, self.settings, self.eager, self.tied = operator, settings, eager, tied
+        self.plan: Plan | None = None
 
-        # `Function.apply` first looks for torch.func, which `is_eager` has done.
-        apply: Callable[..., Any] = super(torch.autograd.Function, Eager).apply
-        return apply
+    def __call__(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """Compute y and the final W: without gradients where the call is eager, else by the custom op."""
+        tokens, (W, cu_seqlens, dtype) = self.tokens(inputs), inputs[6:]
+        if self.eager:
+            plan = self.plan or self.make_plan(tokens, cu_seqlens, dtype, False)
+            outputs = plan.forward(tokens, W, cu_seqlens, False)
+        else:
+            W = self.operator.zeros(tokens, cu_seqlens, self.settings) if W is None else W
+            keep = wants_gradients(*tokens, W)
+            outputs = self.operator.op(*tokens, W, cu_seqlens, dtype, keep, *self.settings)
+        return outputs[0], outputs[1]
+
+    def tokens(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return q, k, v, a, e and w of a call, w None where it is e."""
+        return (*inputs[:5], None) if self.tied else inputs[:6]
+
+    def make_plan(self, tokens: Tokens, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool) -> Plan:
+        """Make the plan for calls like this one."""
+        self.plan = self.operator.plan(tokens, cu_seqlens, dtype, keep, *self.settings)
+        return self.plan
+
+
+class _Functions:
+    """The plan of a backend whose two functions are all there is to it."""
+
+    def __init__(
+        self, operator: Operator, tokens: Tokens, cu_seqlens: Any, dtype: torch.dtype, keep: bool, *settings: Any
+    ) -> None:
+        self.operator, self.dtype, self.settings = operator, dtype, settings
+
+    def forward(self, tokens: Tokens, W: Tensor | None, cu_seqlens: Tensor | None, keep: bool) -> Sequence[Any]:
+        W = self.operator.zeros(tokens, cu_seqlens, self.settings) if W is None else W
+        outputs: Sequence[Any] = self.operator.forward(*tokens, W, cu_seqlens, self.dtype, keep, *self.settings)
+        return outputs
+
+    def backward(
+        self,
+        tokens: Tokens,
+        dy: Tensor,
+        dW: Tensor | None,
+        kept: Sequence[Any],
+        cu_seqlens: Tensor | None,
+        wants_state: bool,
+    ) -> Gradients:
+        grads = self.operator.backward(dy, dW, *tokens, *kept, cu_seqlens, *self.settings)
+        return _by_input(grads, tokens, wants_state)
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bound: Bound, *inputs: Any) -> tuple[Tensor, Tensor]:
+        tokens, (W, cu_seqlens, dtype), keep = bound.tokens(inputs), inputs[6:], True in ctx.needs_input_grad
+        plan = bound.plan or bound.make_plan(tokens, cu_seqlens, dtype, keep)
+        y, W_end, *kept = plan.forward(tokens, W, cu_seqlens, keep)
+        ctx.save_for_backward(*tokens, W if ctx.needs_input_grad[7] else None, cu_seqlens, *kept)
+        ctx.bound, ctx.plan, ctx.dtype = bound, plan, dtype
+        # Zeros for the gradients of states nobody asked about would be written and read for nothing.
+        ctx.set_materialize_grads(False)
+        return y, W_end
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> Gradients:
+        saved, wants_state = ctx.saved_tensors, ctx.needs_input_grad[7]
+        tokens, cu_seqlens, kept = saved[:6], saved[7], saved[8:]
+        if dy is None:
+            dy = tokens[2].new_zeros(tokens[2].shape, dtype=ctx.dtype)
+        if is_eager_gradient(dy, dW):
+            grads = ctx.plan.backward(tokens, dy, dW, kept, cu_seqlens, wants_state)
+        else:
+            grads = _gradients_by_custom_op(ctx.bound, dy, dW, saved, wants_state)
+        return None, *grads, None, None
+
+
+# `Function.apply` first looks for torch.func, which `is_eager` has done.
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply
+
+
+def _gradients_by_custom_op(
+    bound: Bound, dy: Tensor, dW: Tensor | None, saved: Sequence[Any], wants_state: bool
+) -> Gradients:
+    """Return the gradients where more than autograd looks on: a batch of them, or those who differentiate again."""
+    operator, tokens, W, cu_seqlens, kept = bound.operator, saved[:6], saved[6], saved[7], saved[8:]
+    # What eager calls do not keep is empty.
+    kept = (*kept, *[kept[0][:0]] * (len(operator.axes) - 8 - len(kept)))
+    _refuse_tangents(dy, dW)
+    if level := batch_level(dy, dW):
+        (first, dim), (second, dim_of_W) = without_batch(dy, level), without_batch(dW, level)
+        n = len(second if dim is None else first)  # type: ignore[arg-type]
+        arguments = (first, second, *tokens, *kept, cu_seqlens, *bound.settings)
+        batched, dims = operator.more_heads(n, (dim, dim_of_W), arguments)
+        grads = [torch._add_batch_dim(x, dim, level) for x, dim in zip(batched, dims, strict=True)]
+    else:
+        if W is not None:
+            # So that second derivatives see that the states depend on the initial one.
+            kept = (kept[0] + W.flatten()[:0].sum().to(kept[0].dtype), *kept[1:])
+        grads = operator.backward_op(dy, dW, *tokens, *kept, cu_seqlens, *bound.settings)
+    return _by_input(grads, tokens, wants_state)
 
 
 class ChunkedOperator(Operator):
@@ -227,7 +293,9 @@ class ChunkedOperator(Operator):
     ) -> tuple[Tensor, Tensor]:
         """Compute the recurrence, as `ops.family.Recurrence` has it."""
         chunk = self.chunk_length(k.shape[-1], v.shape[-1])
-        return self(eager, (q, k, v, a, e, w), W, cu_seqlens, dtype, (chunk,))
+        inputs = (q, k, v, a, e, w, W)
+        y, W_end = self.bind((chunk,), eager, wants_gradients(*inputs))(*inputs, cu_seqlens, dtype)
+        return y, W_end
 
 
 def _refuse_tangents(*grads: Tensor | None) -> None:
@@ -243,8 +311,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     ctx.set_materialize_grads(False)
 
 
-def _by_input(grads: Sequence[Tensor | None], tensors: Sequence[Any], ctx: Any, more: int) -> Gradients:
-    """Return a gradient, or None, for each of q, k, v, a, e, w, W, `more` arguments and the settings."""
-    left = iter(grads)
-    tokens = [None if x is None else next(left) for x in tensors[:6]]
-    return *tokens, next(left) if ctx.needs_input_grad[6] else None, *[None] * (more + len(ctx.settings))
+def _by_input(grads: Sequence[Tensor], tokens: Tokens, wants_state: bool) -> Gradients:
+    """Return a gradient, or None, for each of q, k, v, a, e, w and W, from those of what is there."""
+    following = iter(grads)
+    return *[None if x is None else next(following) for x in tokens[:6]], next(following) if wants_state else None

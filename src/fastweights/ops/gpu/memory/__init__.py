@@ -7,7 +7,7 @@ import torch
 from fastweights.ops import family
 from fastweights.ops.gpu.device import interpreted, unavailable
 from fastweights.ops.gpu.memory import self_check
-from fastweights.ops.gpu.memory.autograd import OneToken, Walk
+from fastweights.ops.gpu.memory.autograd import OneToken, walk
 from fastweights.ops.gpu.memory.containment import contain
 from fastweights.ops.gpu.memory.signatures import StepSignature, WalkSignature
 from fastweights.ops.gpu.memory.variants import (
@@ -42,14 +42,14 @@ def _prepare(spec: Spec) -> Executable | Refusal:
         return Refusal(reason) if reason else OneToken(signature, spec.eager)
     walks = []
     for part in family.parts(spec, LARGEST_M):
-        walk = _walk(spec, part)
-        if isinstance(walk, Refusal):
-            return walk
-        walks.append(walk)
+        answer = _walk(spec, part)
+        if isinstance(answer, Refusal):
+            return answer
+        walks.append(answer)
     return family.executable(spec, *walks, most=LARGEST_M)
 
 
-def _walk(spec: Spec, part: family.Part) -> Walk | Refusal:
+def _walk(spec: Spec, part: family.Part) -> family.Recurrence | Refusal:
     """Return the best walk for a part of a call that is right on this machine."""
     by_token = may_go_by_token(part.decay, spec.H, spec.D, part.M)
     reason = None
@@ -57,7 +57,7 @@ def _walk(spec: Spec, part: family.Part) -> Walk | Refusal:
         signature = WalkSignature(part.dtype, spec.shape[3], *part[1:], spec.packed, variant, spec.features)
         reason = _unproven(signature, spec)
         if reason is None:
-            return Walk(signature, spec.eager, spec.gradients)
+            return walk(signature, spec.eager, spec.gradients)
     assert reason is not None
     return Refusal(reason)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from fastweights.ops.family import coefficients
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory.signatures import StepSignature, WalkSignature
 from fastweights.ops.gpu.memory.variants import (
+    Variant,
     from_integers,
     group_length,
     kept_shapes,
@@ -21,7 +22,7 @@ from fastweights.ops.gpu.memory.variants import (
     operand_dtype,
     to_integers,
 )
-from fastweights.ops.operator import Operator
+from fastweights.ops.operator import Gradients, Operator, Plan
 from fastweights.ops.spec import Inputs
 
 
@@ -32,18 +33,10 @@ def _grouped() -> ModuleType:
     return grouped
 
 
-@cache
-def _plan() -> Any:
-    from fastweights.ops.gpu.memory.plan import plan
+def _step_plan(*arguments: Any) -> Any:
+    from fastweights.ops.gpu.memory.step import step_plan
 
-    return plan
-
-
-@cache
-def _one_token() -> Any:
-    from fastweights.ops.gpu.memory.kernels.one_token import step
-
-    return step
+    return step_plan(*arguments)
 
 
 def _prove(signature: WalkSignature | StepSignature, q: Tensor) -> None:
@@ -124,31 +117,55 @@ def _backward(
     return [dq, dk, dv, *(gate for gate in gates if gate is not None), dW]
 
 
-def _forward_eagerly(
-    inputs: tuple[Any, ...], W: Tensor | None, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool, walk: Walk
-) -> tuple[Tensor | None, ...]:
-    return walk.forward(inputs, W, cu_seqlens, dtype, keep)
+class _Groups:
+    """The plan of walks over groups of chunks side by side."""
+
+    def __init__(self, dtype: torch.dtype, wide: torch.dtype, tied: bool, variant: Variant, features: Features) -> None:
+        self.dtype, self.how, self.last = dtype, (wide, tied), (variant, features)
+
+    def forward(self, tokens: Sequence[Any], W: Tensor | None, cu_seqlens: Tensor | None, keep: bool) -> Sequence[Any]:
+        q, k, v, *gates = tokens
+        outputs: Sequence[Any] = _grouped().forward(
+            q, k, v, tuple(gates), W, cu_seqlens, self.dtype, *self.how, keep, *self.last
+        )
+        return outputs
+
+    def backward(
+        self,
+        tokens: Sequence[Any],
+        dy: Tensor,
+        dW: Tensor | None,
+        kept: Sequence[Any],
+        cu_seqlens: Tensor | None,
+        wants_state: bool,
+    ) -> Gradients:
+        q, k, v, *gates = tokens
+        rest = (*kept, cu_seqlens, *self.how, wants_state, *self.last)
+        dq, dk, dv, dgates, dW = _grouped().backward(dy, dW, q, k, v, tuple(gates), *rest)
+        return dq, dk, dv, *dgates, dW
 
 
-def _backward_eagerly(
-    dy: Tensor,
-    dW: Tensor | None,
-    inputs: tuple[Any, ...],
-    kept: tuple[Any, ...],
+def _plan(
+    tokens: Sequence[Any],
     cu_seqlens: Tensor | None,
-    wants_state: bool,
-    walk: Walk,
-) -> list[Tensor | None]:
-    dq, dk, dv, gates, dW = walk.backward(dy, dW, inputs, kept, cu_seqlens, wants_state)
-    return [dq, dk, dv, *[gate for gate in gates if gate is not None], dW]
+    dtype: torch.dtype,
+    keep: bool,
+    tied: bool,
+    integers: Sequence[int],
+    *features: Any,
+) -> Plan:
+    """Return the plan for eager calls like this one."""
+    q, k, v, *gates = tokens
+    variant = from_integers(integers)
+    how = (dtype, torch.promote_types(q.dtype, torch.float32), tied, variant, Features(*features))
+    if group_length(q.shape[1], cu_seqlens, variant):
+        return _Groups(*how)
+    from fastweights.ops.gpu.memory.plan import plan
 
-
-def _for_custom_op(kept: tuple[Any, ...], settings: tuple[Walk]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    states, *others, transitions = kept
-    if transitions is None:
-        _, H, _, D = states.shape
-        transitions = states.new_empty((0, H, D, D))
-    return (states, *others, transitions), settings[0].settings
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    walks = plan(q, k, v, (gates[0], gates[1], gates[2]), N, cu_seqlens, *how)
+    walks.compile_ahead(keep)
+    return walks
 
 
 OPERATOR = Operator(
@@ -158,85 +175,14 @@ OPERATOR = Operator(
     _fake,
     state_size=lambda q, tied, variant, *features: Features(*features).size(q.shape[3]),
     heads=(1, 1, 2, 1),
-    eager=(_forward_eagerly, _backward_eagerly),
-    for_custom_op=_for_custom_op,
+    plan=_plan,
 )
 
 
-class Walk:
-    """One recurrence of a call on its kernels, as `ops.family.Recurrence` has it; what follows from shapes is kept."""
-
-    def __init__(self, signature: WalkSignature, eager: bool, gradients: bool = True) -> None:
-        self.signature, self.eager = signature, eager
-        # Where nobody wants gradients there is nothing that PyTorch has to know.
-        self.direct = eager and not gradients
-        self.plan: Any = None
-        self.settings = (signature.tied, to_integers(signature.variant), *signature.features)
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        a: Tensor | None,
-        e: Tensor | None,
-        w: Tensor | None,
-        W: Tensor | None,
-        cu_seqlens: Tensor | None,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute y and the final W, from raw keys, queries and gates where the signature has features."""
-        # The delta rule erases and writes with one gate: one to read, and one gradient instead of two and their sum.
-        inputs = (q, k, v, a, e, None if self.signature.tied else w)
-        # Kernels read bounds as a block of memory.
-        bounds = None if cu_seqlens is None else cu_seqlens.contiguous()
-        if self.direct:
-            y, W_end, *_ = self.forward(inputs, W, bounds, dtype, False)
-            assert y is not None and W_end is not None
-            return y, W_end
-        return OPERATOR(self.eager, inputs, W, bounds, dtype, self.settings, (self,))
-
-    def forward(
-        self, inputs: Sequence[Any], W: Tensor | None, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool
-    ) -> tuple[Tensor | None, ...]:
-        """Return y, the final W and what is kept: states, inverses, errors and the groups' transitions."""
-        if self.plan is not None:
-            return *self.plan.forward(inputs, W, cu_seqlens, keep), None
-        q, k, v, *gates = inputs
-        how = (dtype, torch.promote_types(q.dtype, torch.float32), self.signature.tied)
-        if group_length(q.shape[1], cu_seqlens, self.signature.variant):
-            rest = (W, cu_seqlens, *how, keep, self.signature.variant, self.signature.features)
-            return _grouped().forward(q, k, v, tuple(gates), *rest)
-        N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-        last = (self.signature.variant, self.signature.features)
-        self.plan = _plan()(q, k, v, tuple(gates), N, cu_seqlens, *how, *last)
-        self.plan.compile_ahead(keep)
-        return *self.plan.forward(inputs, W, cu_seqlens, keep), None
-
-    def backward(
-        self,
-        dy: Tensor,
-        dW: Tensor | None,
-        inputs: Sequence[Any],
-        kept: Sequence[Any],
-        cu_seqlens: Tensor | None,
-        wants_state: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...], Tensor | None]:
-        """Return the gradients of q, k, v, the gates and, if it is wanted, W."""
-        if self.plan is not None:
-            return self.plan.backward(inputs, dy, dW, *kept[:3], cu_seqlens, wants_state)
-        q, k, v, *gates = inputs
-        wide = torch.promote_types(q.dtype, torch.float32)
-        rest = (
-            *kept,
-            cu_seqlens,
-            wide,
-            self.signature.tied,
-            wants_state,
-            self.signature.variant,
-            self.signature.features,
-        )
-        return _grouped().backward(dy, dW, q, k, v, tuple(gates), *rest)
+def walk(signature: WalkSignature, eager: bool, gradients: bool = True) -> Callable[..., Any]:
+    """Return the recurrence on the kernels of a signature, as `ops.family.Recurrence` has it."""
+    settings = (signature.tied, to_integers(signature.variant), *signature.features)
+    return OPERATOR.bind(settings, eager, gradients, signature.tied)
 
 
 @torch.library.custom_op("fastweights::triton_step", mutates_args=())
@@ -258,7 +204,8 @@ def step_op(
     """y, W and, where it is given, z after one token (B, 1, H, ·); without gradients."""
     features, normalized = Features(map, nu, sum, logits), z is not None
     _prove(StepSignature.of_tensors(q, v, (a, e, w), tied, normalized, features), q)
-    outputs = _one_token()(q, k, v, (a, e, w), W, z, q.dtype, tied, normalized, False, features)
+    plan = _step_plan(q, k, v, (a, e, w), tied, normalized, features)
+    outputs = plan(q, k, v, (a, e, w), W, z, False)
     return [x for x in outputs if x is not None]
 
 
@@ -273,6 +220,7 @@ class OneToken:
 
     def __init__(self, signature: StepSignature, eager: bool) -> None:
         self.signature, self.eager = signature, eager
+        self.plan: Any = None
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute y, W and z after the token."""
@@ -283,8 +231,10 @@ class OneToken:
             W, z = inputs.initial_state()
             y, W, *rest = step_op(q, k, v, *gates, W, z, signature.tied, *signature.features)
             return y, W, rest[0] if rest else None
-        features = (signature.tied, signature.normalized, inputs.in_place, signature.features)
-        y, W_end, z_end = _one_token()(q, k, v, gates, inputs.W, inputs.z, q.dtype, *features)
+        if self.plan is None:
+            how = (signature.tied, signature.normalized, signature.features)
+            self.plan = _step_plan(q, k, v, gates, *how)
+        y, W_end, z_end = self.plan(q, k, v, gates, inputs.W, inputs.z, inputs.in_place)
         if inputs.W is not None and W_end is inputs.W:
             # Whoever kept it for a backward pass shall hear of it.
             torch.autograd.graph.increment_version(inputs.W)

@@ -83,7 +83,8 @@ def backward(
     kept = (states, inverses, errors)
     if length == 0:
         walks = plan(q, k, v, gates, N, cu_seqlens, *how)
-        return walks.backward((q, k, v, *gates), dy, dW_end, *kept, cu_seqlens, wants_state)
+        dq, dk, dv, da, de, dw, dW = walks.backward((q, k, v, *gates), dy, dW_end, kept, cu_seqlens, wants_state)
+        return dq, dk, dv, (da, de, dw), dW
     assert transitions is not None
     with torch.cuda.device_of(q):
         B, T, *_ = q.shape

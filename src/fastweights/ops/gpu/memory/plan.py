@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -152,17 +153,16 @@ class Plan:
         inputs: Inputs,
         dy: Tensor,
         dW_end: Tensor | None,
-        states: Tensor,
-        inverses: Tensor,
-        errors: Tensor,
+        kept: Sequence[Tensor],
         cu_seqlens: Tensor | None,
         wants_state: bool,
-    ) -> Gradients:
-        """Return the gradients of q, k, v, the gates and, if it is wanted, W."""
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v, a, e, w and, if it is wanted, W."""
         if self.device.index is not None and self.device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                return self.backward(inputs, dy, dW_end, states, inverses, errors, cu_seqlens, wants_state)
-        return self.finish(*self.walk_back(inputs, dy, dW_end, states, inverses, errors, cu_seqlens, wants_state))
+                return self.backward(inputs, dy, dW_end, kept, cu_seqlens, wants_state)
+        dq, dk, dv, dgates, dW = self.finish(*self.walk_back(inputs, dy, dW_end, *kept[:3], cu_seqlens, wants_state))
+        return dq, dk, dv, *dgates, dW
 
     def walk_back(
         self,

@@ -101,10 +101,10 @@ def _compare(signature: WalkSignature, heads: int, device: torch.device) -> dict
     return relative_errors(names, ours, want)
 
 
-def _step_kernel() -> Callable[..., Any]:
-    from fastweights.ops.gpu.memory.kernels.one_token import step
+def _step_plan(*arguments: Any) -> Callable[..., Any]:
+    from fastweights.ops.gpu.memory.step import step_plan
 
-    return step
+    return step_plan(*arguments)
 
 
 def _compare_step(signature: StepSignature, heads: int, device: torch.device) -> dict[str, float]:
@@ -125,11 +125,10 @@ def _compare_step(signature: StepSignature, heads: int, device: torch.device) ->
     a, e, w = gate(signature.decay), gate(signature.erase), gate(signature.write)
     W = uniform(B, H, features.size(D), M, dtype=wide)
     z = 0.1 + uniform(B, H, features.size(D), dtype=wide) if signature.normalized else None
+    plan = _step_plan(q, k, v, (a, e, w), signature.tied, signature.normalized, features)
     ours: list[Tensor] = []
     for in_place in (False, True):
-        start = W.clone()
-        rest = (start, z, signature.dtype, signature.tied, signature.normalized, in_place, features)
-        ours += [x for x in _step_kernel()(q, k, v, (a, e, w), *rest) if x is not None]
+        ours += [x for x in plan(q, k, v, (a, e, w), W.clone(), z, in_place) if x is not None]
 
     exact = {name: x.double() for name, x in (("a", a), ("e", e), ("w", w)) if x is not None}
     gates = {name: features.gate(x) for name, x in exact.items()}

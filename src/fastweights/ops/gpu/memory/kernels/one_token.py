@@ -6,18 +6,11 @@ A program takes some value columns of one memory. There is nothing to multiply b
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory.kernels.maps import quotient, vector_features
-from fastweights.ops.gpu.memory.kernels.options import Options
 from fastweights.ops.gpu.memory.kernels.tiles import exponential
-from fastweights.ops.gpu.memory.launcher import Launch, dtype_of, kind_of, planned
-from fastweights.ops.gpu.memory.plan import TYPES, map_options
-from fastweights.ops.gpu.memory.strides import Gates, common_strides
 
 
 @triton.jit(do_not_specialize=["given"])
@@ -101,72 +94,3 @@ def load_number(x, o: tl.constexpr):
     if o.logits:
         gate = 1.0 / (1.0 + exponential(-gate))
     return gate
-
-
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    W: Tensor | None,
-    z: Tensor | None,
-    dtype: torch.dtype,
-    tied: bool,
-    normalized: bool,
-    in_place: bool,
-    features: Features,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y (B, 1, H, M), W and z after one token; zeros before it where they are None. `in_place` may overwrite W."""
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            return step(q, k, v, gates, W, z, dtype, tied, normalized, in_place, features)
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    a, e, w = gates
-    shapes = (q.shape, q.stride(), k.stride(), v.shape, v.stride(), kind_of(a), kind_of(e), kind_of(w))
-    key = (*shapes, q.dtype, q.device, dtype, tied, normalized, features)
-    launch, D, wide, as_given = planned(key, lambda: _plan(q, k, v, gates, dtype, tied, normalized, features))
-    if not as_given:
-        gates = common_strides(gates, 0)[0]
-    B, _, H, M = v.shape
-    device = q.device
-    y = torch.empty(v.shape, dtype=dtype, device=device)
-    given = W is not None
-    W = None if W is None else W.contiguous()
-    # After a segment with attention normalisation it is a column of a larger state.
-    z = None if z is None else z.contiguous()
-    W_end = W if in_place and W is not None else torch.empty((B, H, D, M), dtype=wide, device=device)
-    # Every program reads z, and only one writes it: the new one needs a place of its own.
-    z_end = torch.empty((B, H, D), dtype=wide, device=device) if normalized else None
-    launch((q, k, v, gates, W if given else W_end, z if given else z_end, y, W_end, z_end), int(given))
-    return y, W_end, z_end
-
-
-def _plan(
-    q: Tensor, k: Tensor, v: Tensor, gates: Gates, dtype: torch.dtype, tied: bool, normalized: bool, features: Features
-) -> tuple[Launch, int, torch.dtype, bool]:
-    """The launch for these shapes, D, the dtype of states, and whether the gates can be read as they are."""
-    (B, _, H, R), M, data = q.shape, v.shape[3], q.dtype
-    D, wide = features.size(R), torch.promote_types(data, torch.float32)
-    block_D = triton.next_power_of_2(D)
-    block_M = min(triton.next_power_of_2(M), max(4096 // block_D, 16))
-    ready, gate_strides = common_strides(gates, 0)
-    strides = (*(s for x in (q, k, v) for s in (x.stride(0), x.stride(2))), *gate_strides)
-    a, e, w = (dtype_of(gate) for gate in ready)
-    options = Options(
-        **map_options(features, R),
-        H=H,
-        M=M,
-        block_D=block_D,
-        block_M=block_M,
-        decay=a is not None,
-        erase=e is not None,
-        write=w is not None,
-        tied=tied,
-        normalized=normalized,
-        acc=TYPES[wide],
-    )
-    z = wide if normalized else None
-    dtypes = (data, data, data, (a, e, w), wide, z, dtype, wide, z)
-    programs, warps = B * H * -(-M // block_M), max(1, min(8, block_D * block_M // 1024))
-    launch = Launch(take_step, programs, dtypes, 1, (strides, options), warps, 1, q.device)
-    return launch, D, wide, all(x is y for x, y in zip(ready, gates, strict=True))
