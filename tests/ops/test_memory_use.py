@@ -1,7 +1,5 @@
 """What is kept for the backward pass: the inputs and one state per chunk, not one state per step."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -126,10 +124,8 @@ def test_few_long_sequences_are_handed_to_the_kernels_over_groups(monkeypatch):
     q = torch.empty(B, T, H, D, dtype=torch.bfloat16, device="meta")
     gates = (None, torch.empty(B, T, H, device="meta"), None)
     kind = WalkSignature.of(q, q, gates, True, None, configuration(D, D, q.dtype, B * H, T), PLAIN)
-    monkeypatch.setattr(autograd, "_grouped", lambda: SimpleNamespace(forward=lambda *_: "by groups"))
-    tokens = (q, q, q, *gates)
-    plan = autograd.walk(kind, eager=True, gradients=False).make_plan(tokens, None, q.dtype, True)
-    assert plan.forward(tokens, None, None, True) == "by groups"
+    plan = autograd.walk(kind, eager=True, gradients=False).make_plan((q, q, q, *gates), None, q.dtype, True)
+    assert type(plan).__name__ == "Groups" and 0 < plan.length < T
 
 
 def test_kernels_over_groups_hold_nothing_that_is_not_needed(monkeypatch):
@@ -144,13 +140,15 @@ def test_kernels_over_groups_hold_nothing_that_is_not_needed(monkeypatch):
         monkeypatch.setattr(launch, name, NoKernel(getattr(launch, name)))
     monkeypatch.setattr(walks, "scan_groups", NoKernel(walks.scan_groups))
     B, T, H, D = 1, 32768, 16, 128
-    config, dtype, wide = configuration(D, D, torch.bfloat16, B * H, T), torch.bfloat16, torch.float32
+    config, dtype = configuration(D, D, torch.bfloat16, B * H, T), torch.bfloat16
     assert (config.groups, config.chunk, isinstance(config, SplitWalk)) == (16, 32, True)
     q, k, v = (torch.empty(B, T, H, D, dtype=dtype, device="meta") for _ in range(3))
     gates = (None, torch.empty(B, T, H, device="meta"), None)
     with Peak() as peak:
-        y, _last, *kept = walks.forward(q, k, v, gates, None, None, dtype, wide, True, True, config)
-        walks.backward(y, None, q, k, v, gates, *kept, None, wide, True, False, config)
+        tokens = (q, k, v, *gates)
+        plan = walks.plan_walks(tokens, None, dtype, True, True, config)
+        y, _last, *kept = plan.forward(tokens, None, None, True)
+        plan.backward(tokens, y, None, kept, None, False)
     mib = {
         "states before chunks, gradients of those after": 2 * 512,
         "inverses": 32,

@@ -45,29 +45,33 @@ from tests.ops.calls import FAMILY, random_call
 CPU = torch.device("cpu")
 
 
-def forward(q, k, v, gates, W, bounds, dtype, wide, tied, keep, config, features):
+class Right:
     """What the kernels should give."""
-    a, e, w = gates
-    y, W_end, before = chunked.forward(q, k, v, a, e, e if tied else w, W, bounds, dtype, True, config.chunk)
-    return y, W_end, before, before, before, None
+
+    def __init__(self, tokens, bounds, dtype, back, tied, variant, features):
+        self.dtype, self.tied, self.chunk = dtype, tied, variant.chunk
+
+    def forward(self, tokens, W, bounds, keep):
+        return chunked.forward(*self.untied(tokens), W, bounds, self.dtype, keep, self.chunk)
+
+    def backward(self, tokens, dy, dW, kept, bounds, wants_state):
+        grads = chunked.backward(dy, dW, *self.untied(tokens), *kept, bounds, self.chunk)
+        *rest, dW = grads
+        if self.tied:
+            rest[-2:] = [rest[-2] + rest[-1]]
+        rest = iter(rest)
+        return *(None if x is None else next(rest) for x in tokens), dW
+
+    def untied(self, tokens):
+        return (*tokens[:5], tokens[4]) if self.tied else tokens
 
 
-def backward(
-    dy, dW, q, k, v, gates, states, inverses, errors, transitions, bounds, wide, tied, wanted, config, features
-):
-    a, e, w = gates
-    grads = chunked.backward(dy, dW, q, k, v, a, e, e if tied else w, states, bounds, config.chunk)
-    dq, dk, dv, *rest, dW = grads
-    if tied:
-        rest[-2:] = [rest[-2] + rest[-1]]
-    rest = iter(rest)
-    return dq, dk, dv, [None if gate is None else next(rest) for gate in gates], dW
-
-
-def wrong_backward(*arguments):
+class Wrong(Right):
     """dk is off, as it is where a compiler loses a transposition."""
-    dq, dk, *rest = backward(*arguments)
-    return dq, dk.flip(1), *rest
+
+    def backward(self, *arguments):
+        dq, dk, *rest = super().backward(*arguments)
+        return dq, dk.flip(1), *rest
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ def checked(monkeypatch, tmp_path):
     monkeypatch.setattr(self_check, "_wanted", lambda device: True)
     monkeypatch.setattr(self_check, "_capturing", lambda: False)
     monkeypatch.setattr(self_check, "machine", lambda *_: {"gpu": "a GPU", "torch": "torch 9.9"})
-    monkeypatch.setattr(memory_check, "_kernels", lambda: (forward, backward))
+    monkeypatch.setattr(memory_check, "_walks", Right)
     monkeypatch.setattr(memory_check, "_compare", lambda *x: counted.append(x) or compare(*x))
     forget(monkeypatch)
     yield counted
@@ -128,7 +132,7 @@ def test_another_machine_checks_again(checked, monkeypatch):
 
 
 def test_wrong_kernels_are_reported_and_refused_for_good(checked, monkeypatch):
-    monkeypatch.setattr(memory_check, "_kernels", lambda: (forward, wrong_backward))
+    monkeypatch.setattr(memory_check, "_walks", Wrong)
     with pytest.warns(UserWarning, match=r"wrong on this machine: off dk by .*a GPU, torch 9.9.*'chunked' instead"):
         reason = memory_check.refusal(a_kind(), 2, CPU)
     assert "off dk by" in reason
@@ -154,12 +158,12 @@ def test_where_walks_token_by_token_are_wrong_those_by_chunks_stand_in(checked, 
     spec = Spec.of(problem)
     (part,) = family.parts(spec)
     # What runs is what was found to be right.
-    assert isinstance(triton._walk(spec, part).signature.variant, FusedWalk)
+    assert isinstance(from_integers(triton._walk(spec, part).settings[1]), FusedWalk)
     assert asked == [RecurrentWalk, FusedWalk]
 
 
 def test_the_warning_says_what_stands_in(checked, monkeypatch):
-    monkeypatch.setattr(memory_check, "_kernels", lambda: (forward, wrong_backward))
+    monkeypatch.setattr(memory_check, "_walks", Wrong)
     kind = a_kind()._replace(variant=configuration(8, 12, torch.float32, 999, 256))
     with pytest.warns(
         UserWarning, match=r"token by token are wrong on this machine.*'auto' takes kernels that walk by chunks"
@@ -168,11 +172,12 @@ def test_the_warning_says_what_stands_in(checked, monkeypatch):
 
 
 def test_nan_is_wrong(checked, monkeypatch):
-    def poisoned(*arguments):
-        y, *rest = forward(*arguments)
-        return y * float("nan"), *rest
+    class Poisoned(Right):
+        def forward(self, *arguments):
+            y, *rest = super().forward(*arguments)
+            return y * float("nan"), *rest
 
-    monkeypatch.setattr(memory_check, "_kernels", lambda: (poisoned, backward))
+    monkeypatch.setattr(memory_check, "_walks", Poisoned)
     with pytest.warns(UserWarning, match="off y by inf"):
         memory_check.refusal(a_kind(), 2, CPU)
 
@@ -181,7 +186,7 @@ def test_kernels_that_do_not_compile_are_refused(checked, monkeypatch):
     def broken(*arguments):
         raise ValueError("out of resource: shared memory")
 
-    monkeypatch.setattr(memory_check, "_kernels", lambda: (broken, backward))
+    monkeypatch.setattr(memory_check, "_walks", broken)
     with pytest.warns(UserWarning, match="failed their self-check: ValueError: out of resource"):
         assert memory_check.refusal(a_kind(), 2, CPU)
 
@@ -190,7 +195,7 @@ def test_a_crash_of_the_gpu_is_remembered(checked, monkeypatch):
     def crashing(*arguments):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(memory_check, "_kernels", lambda: (crashing, backward))
+    monkeypatch.setattr(memory_check, "_walks", crashing)
     with pytest.raises(RuntimeError, match="start again"):
         memory_check.refusal(a_kind(), 2, CPU)
     forget(monkeypatch)
@@ -237,7 +242,7 @@ def test_auto_goes_past_wrong_kernels(checked, monkeypatch):
     assert choose(a_problem())[0].name == "triton"
     forget(monkeypatch)
     self_check.path(CPU, memory_check.SOURCE).unlink()
-    monkeypatch.setattr(memory_check, "_kernels", lambda: (forward, wrong_backward))
+    monkeypatch.setattr(memory_check, "_walks", Wrong)
     with pytest.warns(UserWarning, match="wrong on this machine"):
         assert choose(a_problem())[0].name != "triton"
     with pytest.raises(
@@ -390,7 +395,7 @@ def test_the_check_does_not_wait_for_pytorch_s_compiler():
 import sys, torch
 from fastweights.ops.gpu.memory import autograd, self_check
 from tests.ops import test_self_check as ours
-self_check._kernels = lambda: (ours.forward, ours.backward)
+self_check._walks = ours.Right
 verdict = self_check.check_of(ours.a_kind(), 2).run(torch.device("cpu"))
 assert verdict.errors and not verdict.failure, verdict
 sys.exit("torch._dynamo" in sys.modules or "sympy" in sys.modules)

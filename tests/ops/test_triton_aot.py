@@ -132,10 +132,10 @@ def launches(
     gates = (a if gated and not isinstance(config, RecurrentWalk) else None, e, None if tied else e)
     bounds = tensor(4, dtype=torch.int32) if gated else None
     W = tensor(3 if gated else B, H, features.size(D), M, dtype=torch.float32)
-    wide = torch.float32
-    y, W_end, *kept = walks.forward(q, k, v, gates, W, bounds, dtype, wide, tied, True, config, features)
-    dW = W_end if gated else None
-    walks.backward(y, dW, q, k, v, gates, *kept, bounds, wide, tied, True, config, features)
+    tokens = (q, k, v, *gates)
+    plan = walks.plan_walks(tokens, bounds, dtype, True, tied, config, features)
+    y, W_end, *kept = plan.forward(tokens, W, bounds, True)
+    plan.backward(tokens, y, W_end if gated else None, kept, bounds, True)
     return calls
 
 

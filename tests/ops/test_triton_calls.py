@@ -3,12 +3,15 @@
 Like `test_triton_interpret`, the tests run in a process of their own.
 """
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import fastweights as fw
 from fastweights.ops import chunked
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.gpu.memory import BACKEND, self_check
@@ -87,6 +90,32 @@ def test_as_a_custom_op_in_groups(monkeypatch):
     for keep in (True, False):
         arguments = (q, q, q, None, beta, beta, W, None, torch.float64, keep, *settings)
         torch.library.opcheck(OPERATOR.op, arguments, test_utils=("test_faketensor", "test_schema"))
+
+
+@inside
+@pytest.mark.parametrize("gradients", [False, True])
+def test_few_functions_stand_between_a_layer_and_its_kernel(monkeypatch, gradients):
+    """How many of this package are on the stack at a launch, with the layer's own and the launch."""
+    from fastweights.ops.gpu.memory.launcher import Launch
+
+    launch, package, passed = Launch.__call__, str(Path(fw.__file__).parent), []
+
+    def count(*arguments):
+        frames = [sys._getframe()]
+        while (caller := frames[-1].f_back) is not None:
+            frames.append(caller)
+        ours = [frame.f_code.co_name for frame in frames if frame.f_code.co_filename.startswith(package)]
+        passed.append(1 + len(ours))
+        assert ours[-1] == "forward", ours
+        return launch(*arguments)
+
+    monkeypatch.setattr(Launch, "__call__", count)
+    layer = fw.FastWeightAttention(16, 1, backend="triton")
+    with torch.set_grad_enabled(gradients):
+        for most in (10, 6):
+            layer(torch.randn(1, 4, 16))
+            assert passed and max(passed) <= most
+            passed.clear()
 
 
 @inside

@@ -253,12 +253,14 @@ def test_groups_keep_what_whole_sequences_keep(monkeypatch, T, B):
     monkeypatch.setattr(configs, "LEAST_GROUPS", 2)
     problem = a_problem("gated_delta", B=B, T=T, H=2, D=8, M=12)
     a, beta = problem.gates["decay"], problem.gates["beta"]
-    rest = (problem.W, None, torch.float64, torch.float64, True, True)
+    tokens = (problem.q, problem.k, problem.v, a, beta, None)
     cut, whole = (
-        walks.forward(problem.q, problem.k, problem.v, (a, beta, None), *rest, replace(SPLIT, groups=groups))
+        walks.plan_walks(tokens, None, torch.float64, True, True, replace(SPLIT, groups=groups)).forward(
+            tokens, problem.W, None, True
+        )
         for groups in (2, 0)
     )
-    assert cut[5] is not None and whole[5] is None
+    assert len(cut) == 6 and len(whole) == 5
     assert len(cut[2]) == len(cut[3]) == B * -(-T // SPLIT.chunk)
     for ours, want in zip(cut[:5], whole[:5], strict=True):
         # Blocks of an inverse that nobody reads are not written.

@@ -109,8 +109,8 @@ class FastWeightAttention(nn.Module):
         x = check_input(x, self.d_model, mask)
         if self.feature_map.training:
             self.feature_map.redraw()
-        given = {"state": state, "mask": mask, "cu_seqlens": cu_seqlens, "starts": starts}
-        y, state = fast_weight_memory(**self._heads(x), **given)
+        heads = self._heads(x)
+        y, state = fast_weight_memory(**heads, state=state, mask=mask, cu_seqlens=cu_seqlens, starts=starts)
         y = self._join(y)
         return y if mask is None else y.masked_fill(~mask.unsqueeze(-1), 0), state
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from fastweights.common.transforms import refuse_tangent
+from fastweights.ops.causality import Tokens
 from fastweights.ops.eager import batch_level, is_eager_gradient, wants_gradients, without_batch
 
 # Of q, k, v, a, e, w and W; None where there is nothing, or nobody asks.
 Gradients = tuple[Tensor | None, ...]
-Tokens = Sequence[Any]
 # Kernels count the entries of all heads in 32 bits.
 _MOST_HEADS = 512
 
@@ -36,7 +36,7 @@ def number_of_chunks(q: Tensor, chunk: int, cu_seqlens: Tensor | None) -> int:
     return q.shape[1] // chunk + cu_seqlens.numel() - 1
 
 
-class Plan(Protocol):
+class Passes(Protocol):
     """How eager calls of one spec are run; `tokens` are q, k, v, a, e and w."""
 
     def forward(self, tokens: Tokens, W: Tensor | None, cu_seqlens: Tensor | None, keep: bool) -> Sequence[Any]:
@@ -47,7 +47,7 @@ class Plan(Protocol):
         self,
         tokens: Tokens,
         dy: Tensor,
-        dW: Tensor | None,
+        dW_end: Tensor | None,
         kept: Sequence[Any],
         cu_seqlens: Tensor | None,
         wants_state: bool,
@@ -78,7 +78,7 @@ class Operator:
         *,
         state_size: Callable[..., int] = lambda q, *settings: q.shape[3],
         heads: Sequence[int] = (1,),
-        plan: Callable[..., Plan] | None = None,
+        plan: Callable[..., Passes] | None = None,
         device_types: str | None = None,
     ) -> None:
         where: dict[str, Any] = {"mutates_args": (), "device_types": device_types}
@@ -111,7 +111,7 @@ class Operator:
         bound = Bound(self, settings, eager, tied)
         return partial(_apply, bound) if eager and gradients else bound
 
-    def zeros(self, tokens: Tokens, cu_seqlens: Tensor | None, settings: Sequence[Any]) -> Tensor:
+    def zeros(self, tokens: Sequence[Any], cu_seqlens: Tensor | None, settings: Sequence[Any]) -> Tensor:
         """Return an empty memory."""
         q, v = tokens[0], tokens[2]
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -159,7 +159,7 @@ class Bound:
 
     def __init__(self, operator: Operator, settings: tuple[Any, ...], eager: bool, tied: bool) -> None:
         self.operator, self.settings, self.eager, self.tied = operator, settings, eager, tied
-        self.plan: Plan | None = None
+        self.plan: Passes | None = None
 
     def __call__(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         """Compute y and the final W: without gradients where the call is eager, else by the custom op."""
@@ -173,11 +173,12 @@ class Bound:
             outputs = self.operator.op(*tokens, W, cu_seqlens, dtype, keep, *self.settings)
         return outputs[0], outputs[1]
 
-    def tokens(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def tokens(self, inputs: tuple[Any, ...]) -> Tokens:
         """Return q, k, v, a, e and w of a call, w None where it is e."""
-        return (*inputs[:5], None) if self.tied else inputs[:6]
+        q, k, v, a, e, w = inputs[:6]
+        return q, k, v, a, e, None if self.tied else w
 
-    def make_plan(self, tokens: Tokens, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool) -> Plan:
+    def make_plan(self, tokens: Tokens, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool) -> Passes:
         """Make the plan for calls like this one."""
         self.plan = self.operator.plan(tokens, cu_seqlens, dtype, keep, *self.settings)
         return self.plan
@@ -200,12 +201,12 @@ class _Functions:
         self,
         tokens: Tokens,
         dy: Tensor,
-        dW: Tensor | None,
+        dW_end: Tensor | None,
         kept: Sequence[Any],
         cu_seqlens: Tensor | None,
         wants_state: bool,
     ) -> Gradients:
-        grads = self.operator.backward(dy, dW, *tokens, *kept, cu_seqlens, *self.settings)
+        grads = self.operator.backward(dy, dW_end, *tokens, *kept, cu_seqlens, *self.settings)
         return _by_input(grads, tokens, wants_state)
 
 
@@ -311,7 +312,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     ctx.set_materialize_grads(False)
 
 
-def _by_input(grads: Sequence[Tensor], tokens: Tokens, wants_state: bool) -> Gradients:
+def _by_input(grads: Sequence[Tensor], tokens: Sequence[Any], wants_state: bool) -> Gradients:
     """Return a gradient, or None, for each of q, k, v, a, e, w and W, from those of what is there."""
     following = iter(grads)
     return *[None if x is None else next(following) for x in tokens[:6]], next(following) if wants_state else None

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastweights.ops.causality import Tokens
 from fastweights.ops.family import coefficients
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory.signatures import StepSignature, WalkSignature
 from fastweights.ops.gpu.memory.variants import (
     Variant,
     from_integers,
-    group_length,
     kept_shapes,
     number_of_groups,
     operand_dtype,
     to_integers,
 )
-from fastweights.ops.operator import Gradients, Operator, Plan
+from fastweights.ops.operator import Operator, Passes
 from fastweights.ops.spec import Inputs
-
-
-@cache
-def _grouped() -> ModuleType:
-    from fastweights.ops.gpu.memory import grouped
-
-    return grouped
 
 
 def _step_plan(*arguments: Any) -> Any:
@@ -70,23 +61,35 @@ def _forward(
     Then, of a rule that erases, the tokens' errors (B, T, H, M); last the groups' transitions (groups, H, D, D). With
     `tied` the write gate is the erase gate, and w is None. The map and what follows are `Features`.
     """
-    kernels, features = from_integers(variant), Features(map, nu, sum, logits)
-    _prove(WalkSignature.of(q, v, (a, e, w), tied, cu_seqlens, kernels, features), q)
-    rest = (W, cu_seqlens, dtype, W.dtype, tied, keep, kernels, features)
-    *result, transitions = _grouped().forward(q, k, v, (a, e, w), *rest)
-    return *result, W.new_empty((0, *W.shape[1:3], W.shape[2])) if transitions is None else transitions
+    tokens, features = (q, k, v, a, e, w), (map, nu, sum, logits)
+    kernels = from_integers(variant)
+    _prove(WalkSignature.of(q, v, (a, e, w), tied, cu_seqlens, kernels, Features(*features)), q)
+    plan = _plan(tokens, cu_seqlens, dtype, keep, tied, variant, *features)
+    y, W_end, *kept = plan.forward(tokens, W, cu_seqlens, keep)
+    if not keep:
+        # Eager calls share what stands for it; an operator must return tensors of its own.
+        kept = _kept(tokens, W, cu_seqlens, False, kernels)
+    elif len(kept) == 3:
+        kept.append(W.new_empty((0, *W.shape[1:3], W.shape[2])))
+    states, inverses, errors, transitions = kept
+    return y, W_end, states, inverses, errors, transitions
 
 
 def _fake(  # type: ignore[no-untyped-def]
     q, k, v, a, e, w, W, cu_seqlens, dtype, keep, tied, variant, map, nu, sum, logits
 ):
-    kernels, (_, H, D, M) = from_integers(variant), W.shape
-    kept = operand_dtype(q.dtype, W.dtype, kernels)
-    shapes = kept_shapes((*q.shape[:3], D), M, e is not None, cu_seqlens, keep, kernels)
-    states, inverses, errors = (q.new_empty(shape, dtype=kept) for shape in shapes)
-    groups = q.shape[0] * number_of_groups(q.shape[1], cu_seqlens, kernels)
-    transitions = W.new_empty((groups, H, D, D))
-    return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), states, inverses, errors, transitions
+    kept = _kept((q, k, v, a, e, w), W, cu_seqlens, keep, from_integers(variant))
+    return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), *kept
+
+
+def _kept(tokens: Sequence[Any], W: Tensor, cu_seqlens: Tensor | None, keep: bool, variant: Variant) -> list[Tensor]:
+    """Return empty tensors for what the forward pass keeps, without slots where that is nothing."""
+    q, (_, H, D, M) = tokens[0], W.shape
+    dtype = operand_dtype(q.dtype, W.dtype, variant)
+    shapes = kept_shapes((*q.shape[:3], D), M, tokens[4] is not None, cu_seqlens, variant)
+    groups = q.shape[0] * number_of_groups(q.shape[1], cu_seqlens, variant)
+    kinds = [*((shape, dtype) for shape in shapes), ((groups, H, D, D), W.dtype)]
+    return [q.new_empty((slots if keep else 0, *rest), dtype=dtype) for (slots, *rest), dtype in kinds]
 
 
 def _backward(
@@ -111,61 +114,24 @@ def _backward(
     logits: bool,
 ) -> list[Tensor]:
     """Gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
-    wide, kept = torch.promote_types(q.dtype, torch.float32), (states, inverses, errors, transitions)
-    rest = (*kept, cu_seqlens, wide, tied, True, from_integers(variant), Features(map, nu, sum, logits))
-    dq, dk, dv, gates, dW = _grouped().backward(dy, dW, q, k, v, (a, e, w), *rest)
-    return [dq, dk, dv, *(gate for gate in gates if gate is not None), dW]
-
-
-class _Groups:
-    """The plan of walks over groups of chunks side by side."""
-
-    def __init__(self, dtype: torch.dtype, wide: torch.dtype, tied: bool, variant: Variant, features: Features) -> None:
-        self.dtype, self.how, self.last = dtype, (wide, tied), (variant, features)
-
-    def forward(self, tokens: Sequence[Any], W: Tensor | None, cu_seqlens: Tensor | None, keep: bool) -> Sequence[Any]:
-        q, k, v, *gates = tokens
-        outputs: Sequence[Any] = _grouped().forward(
-            q, k, v, tuple(gates), W, cu_seqlens, self.dtype, *self.how, keep, *self.last
-        )
-        return outputs
-
-    def backward(
-        self,
-        tokens: Sequence[Any],
-        dy: Tensor,
-        dW: Tensor | None,
-        kept: Sequence[Any],
-        cu_seqlens: Tensor | None,
-        wants_state: bool,
-    ) -> Gradients:
-        q, k, v, *gates = tokens
-        rest = (*kept, cu_seqlens, *self.how, wants_state, *self.last)
-        dq, dk, dv, dgates, dW = _grouped().backward(dy, dW, q, k, v, tuple(gates), *rest)
-        return dq, dk, dv, *dgates, dW
+    tokens, kept = (q, k, v, a, e, w), (states, inverses, errors, transitions)
+    plan = _plan(tokens, cu_seqlens, dy.dtype, True, tied, variant, map, nu, sum, logits)
+    return [x for x in plan.backward(tokens, dy, dW, kept, cu_seqlens, True) if x is not None]
 
 
 def _plan(
-    tokens: Sequence[Any],
+    tokens: Tokens,
     cu_seqlens: Tensor | None,
     dtype: torch.dtype,
     keep: bool,
     tied: bool,
-    integers: Sequence[int],
+    variant: Sequence[int],
     *features: Any,
-) -> Plan:
-    """Return the plan for eager calls like this one."""
-    q, k, v, *gates = tokens
-    variant = from_integers(integers)
-    how = (dtype, torch.promote_types(q.dtype, torch.float32), tied, variant, Features(*features))
-    if group_length(q.shape[1], cu_seqlens, variant):
-        return _Groups(*how)
-    from fastweights.ops.gpu.memory.plan import plan
+) -> Passes:
+    """Return how to run calls like this one."""
+    from fastweights.ops.gpu.memory.grouped import plan_walks
 
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    walks = plan(q, k, v, (gates[0], gates[1], gates[2]), N, cu_seqlens, *how)
-    walks.compile_ahead(keep)
-    return walks
+    return plan_walks(tokens, cu_seqlens, dtype, keep, tied, from_integers(variant), Features(*features))
 
 
 OPERATOR = Operator(

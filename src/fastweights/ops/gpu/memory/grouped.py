@@ -2,106 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from fastweights.ops.causality import Tokens
 from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.gpu.memory.kernels.group_scan import scan_groups
 from fastweights.ops.gpu.memory.kernels.options import Options
 from fastweights.ops.gpu.memory.launcher import Launch
-from fastweights.ops.gpu.memory.plan import Gradients, plan
-from fastweights.ops.gpu.memory.strides import Gates, addressable, addressable_inputs
+from fastweights.ops.gpu.memory.plan import How, Plan, plan
+from fastweights.ops.gpu.memory.strides import addressable, addressable_tokens
 from fastweights.ops.gpu.memory.variants import Variant, group_length, power_of_two
+from fastweights.ops.operator import Gradients
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    W: Tensor | None,
+def plan_walks(
+    tokens: Tokens,
     cu_seqlens: Tensor | None,
     dtype: torch.dtype,
-    wide: torch.dtype,
+    back: bool,
     tied: bool,
-    keep: bool,
-    config: Variant,
+    variant: Variant,
     features: Features = PLAIN,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return y, the final W, with `keep` chunks' states and inverses and tokens' errors, and groups' transitions."""
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    length = group_length(q.shape[1], cu_seqlens, config)
-    how = (dtype, wide, tied, config, features)
-    if length == 0:
-        walks = plan(q, k, v, gates, N, cu_seqlens, *how)
-        walks.compile_ahead(keep)
-        return *walks.forward((q, k, v, *gates), W, cu_seqlens, keep), None
-    with torch.cuda.device_of(q):
-        B, T, H, R = q.shape
-        D = features.size(R)
-        assert config.prepared, "the first walk forms no inverses that others could use"
-        bounds = _bounds(B, T, length, q.device)
-        inputs = q, k, v, a, e, w = addressable_inputs((q, k, v, *gates))
-        groups = bounds.numel() - 1
-        # What each group makes of no state, and of every unit vector.
-        nothing = v.new_zeros(D).expand(*q.shape[:3], D)
-        unit = torch.eye(D, dtype=wide, device=q.device).expand(groups, H, D, D).contiguous()
-        walks = plan(q, k, v, (a, e, w), groups, bounds, *how, grouped=True)
-        walks.compile_ahead(keep)
-        _, changes, _, inverses, _ = walks.forward(inputs, None, bounds, False, read=False)
-        square = plan(q, k, nothing, (a, e, w), groups, bounds, *how, grouped=True)
-        _, transitions, *_ = square.forward((q, k, nothing, a, e, w), unit, bounds, False, False, inverses)
-        starts = _scan(B, transitions, changes, W, back=False)
-        # The last walk takes the most memory.
-        del changes, unit
-        y, W_end, states, inverses, errors = walks.forward(inputs, starts, bounds, keep, inverses=inverses)
-        return y, _one_of_each(B, W_end, -1), states, inverses, errors, transitions
+) -> Plan | Groups:
+    """Return how to walk through sequences like these, with y in `dtype`; `back` says that gradients will follow."""
+    q, how = tokens[0], (dtype, tied, variant, features)
+    if length := group_length(q.shape[1], cu_seqlens, variant):
+        return Groups(length, how)
+    walks = plan(tokens, q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1, cu_seqlens, how)
+    walks.compile_ahead(back)
+    return walks
 
 
-def backward(
-    dy: Tensor,
-    dW_end: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    states: Tensor,
-    inverses: Tensor,
-    errors: Tensor,
-    transitions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    wide: torch.dtype,
-    tied: bool,
-    wants_state: bool,
-    config: Variant,
-    features: Features = PLAIN,
-) -> Gradients:
-    """Return the gradients of q, k, v, the gates and, if it is wanted, the initial W."""
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    length = group_length(q.shape[1], cu_seqlens, config)
-    how = (dy.dtype, wide, tied, config, features)
-    kept = (states, inverses, errors)
-    if length == 0:
-        walks = plan(q, k, v, gates, N, cu_seqlens, *how)
-        dq, dk, dv, da, de, dw, dW = walks.backward((q, k, v, *gates), dy, dW_end, kept, cu_seqlens, wants_state)
-        return dq, dk, dv, (da, de, dw), dW
-    assert transitions is not None
-    with torch.cuda.device_of(q):
-        B, T, *_ = q.shape
-        bounds = _bounds(B, T, length, q.device)
-        dy = addressable(dy)
-        inputs = q, k, v, a, e, w = addressable_inputs((q, k, v, *gates))
-        walks = plan(q, k, v, (a, e, w), bounds.numel() - 1, bounds, *how, grouped=True)
-        # What each group makes of no gradient, then the gradients between groups, then everything.
-        *_, changes = walks.walk_back(inputs, dy, None, *kept, bounds, True, only_state=True)[0]
-        assert changes is not None
-        ends = _scan(B, transitions, changes, dW_end, back=True)
-        del changes
-        found, left = walks.walk_back(inputs, dy, ends, *kept, bounds, wants_state)
-        # What is left takes the most memory.
-        del ends
-        dq, dk, dv, grads, dW = walks.finish(found, left)
-        return dq, dk, dv, grads, None if dW is None else _one_of_each(B, dW, 0)
+class Groups:
+    """How to walk through groups of `length` tokens of each sequence side by side; `how` is what `plan` takes."""
+
+    def __init__(self, length: int, how: How) -> None:
+        self.length, self.how = length, how
+
+    def forward(
+        self, tokens: Tokens, W: Tensor | None, cu_seqlens: Tensor | None, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return y, the final W, with `keep` chunks' states, inverses and tokens' errors, and groups' transitions."""
+        with torch.cuda.device_of(tokens[0]):
+            bounds, walks, tokens = self._walks(tokens)
+            walks.compile_ahead(keep)
+            q, k, v, a, e, w = tokens
+            B, T, (groups, H, D, _), wide = q.shape[0], q.shape[1], walks.buffers.state.shape, walks.buffers.state.dtype
+            # What each group makes of no state, and of every unit vector.
+            nothing = v.new_zeros(D).expand(B, T, H, D)
+            unit = torch.eye(D, dtype=wide, device=q.device).expand(groups, H, D, D).contiguous()
+            _, changes, _, inverses, _ = walks.forward(tokens, None, bounds, False, read=False)
+            empty = (q, k, nothing, a, e, w)
+            square = plan(empty, groups, bounds, self.how, grouped=True)
+            _, transitions, *_ = square.forward(empty, unit, bounds, False, False, inverses)
+            starts = _scan(B, transitions, changes, W, back=False)
+            # The last walk takes the most memory.
+            del changes, unit
+            y, W_end, states, inverses, errors = walks.forward(tokens, starts, bounds, keep, inverses=inverses)
+            return y, _one_of_each(B, W_end, -1), states, inverses, errors, transitions
+
+    def backward(
+        self,
+        tokens: Tokens,
+        dy: Tensor,
+        dW_end: Tensor | None,
+        kept: Sequence[Tensor],
+        cu_seqlens: Tensor | None,
+        wants_state: bool,
+    ) -> Gradients:
+        """Return the gradients of q, k, v, a, e, w and, if it is wanted, the initial W."""
+        B, transitions = tokens[0].shape[0], kept[3]
+        with torch.cuda.device_of(dy):
+            bounds, walks, tokens = self._walks(tokens)
+            dy = addressable(dy)
+            # What each group makes of no gradient, then the gradients between groups, then everything.
+            *_, changes = walks.walk_back(tokens, dy, None, kept, bounds, True, only_state=True)()
+            assert changes is not None
+            ends = _scan(B, transitions, changes, dW_end, back=True)
+            del changes
+            finish = walks.walk_back(tokens, dy, ends, kept, bounds, wants_state)
+            # What is left takes the most memory.
+            del ends
+            *grads, dW = finish()
+            return *grads, None if dW is None else _one_of_each(B, dW, 0)
+
+    def _walks(self, tokens: Tokens) -> tuple[Tensor, Plan, Tokens]:
+        """Return where groups begin and end, the plan of their walks, and the tokens as kernels can read them."""
+        tokens = addressable_tokens(tokens)
+        B, T, *_ = tokens[0].shape
+        bounds = _bounds(B, T, self.length, tokens[0].device)
+        return bounds, plan(tokens, bounds.numel() - 1, bounds, self.how, grouped=True), tokens
 
 
 def _bounds(B: int, T: int, length: int, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +10,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from fastweights.ops.causality import Tokens
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory.buffers import Buffers
 from fastweights.ops.gpu.memory.kernels.backward import walk_backward
 from fastweights.ops.gpu.memory.kernels.chunk_gradients import chunk_gradients
 from fastweights.ops.gpu.memory.kernels.forward import invert_chunks, walk_forward
 from fastweights.ops.gpu.memory.kernels.options import Options
-from fastweights.ops.gpu.memory.launcher import Dtypes, Launch, Tensors, dtype_of, kind_of, planned, side_by_side
-from fastweights.ops.gpu.memory.strides import REACH, Gates, Inputs, Layout, addressable
+from fastweights.ops.gpu.memory.launcher import Dtypes, Launch, dtype_of, kind_of, planned, side_by_side
+from fastweights.ops.gpu.memory.strides import REACH, Strides, addressable
 from fastweights.ops.gpu.memory.variants import (
     HALF,
     ChunkedWalk,
@@ -26,14 +27,10 @@ from fastweights.ops.gpu.memory.variants import (
     Variant,
     power_of_two,
 )
+from fastweights.ops.operator import Gradients
 
 # Layouts of dy that a plan keeps launches for at a time.
 MOST_GRADIENTS = 64
-
-# Of q, k, v, the gates and, if it is wanted, W.
-Gradients = tuple[Tensor, Tensor, Tensor, Gates, Tensor | None]
-# A launch, and its tensors before dq and dk and after.
-Left = tuple[Launch, Tensors, Tensors]
 
 TYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -59,34 +56,32 @@ def _recurrent_kernel(back: bool) -> Any:
 class Plan:
     """How to walk: what shapes, strides, dtypes and the variant decide, once for all calls that share them.
 
-    Inputs are passed in the order q, k, v, a, e, w. Where sequences are `grouped`, cu_seqlens says where groups of
+    Where sequences are `grouped`, cu_seqlens says where groups of
     whole chunks begin, with all sequences in a row. Only walks look at that: kernels over chunks side by side find the
     same chunks without.
     """
 
     def __init__(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: Gates,
+        tokens: Tokens,
         N: int,
         cu_seqlens: Tensor | None,
         dtype: torch.dtype,
-        wide: torch.dtype,
         tied: bool,
         variant: Variant,
         features: Features,
         grouped: bool,
     ) -> None:
+        q, _, v, *gates = tokens
         (B, T, H, R), M, D = q.shape, v.shape[3], features.size(q.shape[3])
+        wide = torch.promote_types(q.dtype, torch.float32)
         # Recurrent walks count entries from the first token.
-        self.layout = Layout((q, k, v, *gates), max(REACH, T) if isinstance(variant, RecurrentWalk) else REACH)
-        self.variant, self.device, self.T = variant, q.device, T
+        self.layout = Strides(tokens, max(REACH, T) if isinstance(variant, RecurrentWalk) else REACH)
+        self.variant, self.device, self.index, self.T = variant, q.device, q.device.index, T
         self.packed = cu_seqlens is not None and not grouped
         self.sequences, self.columns = (B if grouped else N), N * H
         bounds = cu_seqlens if self.packed else None
-        self.buffers = Buffers(q, v, gates, (N, H, D, M), bounds, dtype, wide, variant)
+        self.buffers = Buffers(tokens, (N, H, D, M), bounds, dtype, wide, variant)
         # What the walk back leaves to another launch is dv itself, unless dv is scaled or rounded.
         self.separate = isinstance(variant, SplitWalk) and (
             tied or gates[2] is not None or self.buffers.kept_dtype != v.dtype
@@ -120,7 +115,7 @@ class Plan:
 
     def forward(
         self,
-        inputs: Inputs,
+        tokens: Tokens,
         W: Tensor | None,
         cu_seqlens: Tensor | None,
         keep: bool,
@@ -131,59 +126,56 @@ class Plan:
 
         Without `read`, y is the values. Inverses that are known already may be given.
         """
-        if self.device.index is not None and self.device.index != torch._C._cuda_getDevice():
+        if self.index is not None and self.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                return self.forward(inputs, W, cu_seqlens, keep, read, inverses)
-        q, k, v, a, e, w = self.layout.prepare(inputs)
-        y = self.buffers.y() if read else v
-        W_end = self.buffers.state()
-        new_states, new_inverses, new_errors = self.buffers.kept(keep)
-        states, errors = new_states(), new_errors()
-        if inverses is None:
-            inverses = new_inverses()
+                return self.forward(tokens, W, cu_seqlens, keep, read, inverses)
+        buffers = self.buffers
+        q, k, v, a, e, w = self.layout.prepare(tokens)
+        y = buffers.y() if read else v
+        W_end = buffers.state()
+        states, errors = (buffers.states(), buffers.errors()) if keep else (buffers.unkept, buffers.unkept)
+        if inverses is None or self.invert is None:
+            inverses = buffers.inverses() if keep or self.invert is not None else buffers.unkept
             if self.invert is not None:
                 self.invert((k, (a, e), cu_seqlens if self.packed else None, inverses), self.sequences, self.T)
-        first = self.buffers.nothing if W is None else W.contiguous()
+        first = buffers.nothing if W is None else W.contiguous()
         tensors = (q, k, v, (a, e, w), first, cu_seqlens, y, W_end, states, inverses, errors)
         self.walks[read](tensors, self.T, int(keep), int(W is not None))
         return y, W_end, states, inverses, errors
 
     def backward(
         self,
-        inputs: Inputs,
+        tokens: Tokens,
         dy: Tensor,
         dW_end: Tensor | None,
         kept: Sequence[Tensor],
         cu_seqlens: Tensor | None,
         wants_state: bool,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         """Return the gradients of q, k, v, a, e, w and, if it is wanted, W."""
-        if self.device.index is not None and self.device.index != torch._C._cuda_getDevice():
+        if self.index is not None and self.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                return self.backward(inputs, dy, dW_end, kept, cu_seqlens, wants_state)
-        dq, dk, dv, dgates, dW = self.finish(*self.walk_back(inputs, dy, dW_end, *kept[:3], cu_seqlens, wants_state))
-        return dq, dk, dv, *dgates, dW
+                return self.backward(tokens, dy, dW_end, kept, cu_seqlens, wants_state)
+        return self.walk_back(tokens, dy, dW_end, kept, cu_seqlens, wants_state)()
 
     def walk_back(
         self,
-        inputs: Inputs,
+        tokens: Tokens,
         dy: Tensor,
         dW_end: Tensor | None,
-        states: Tensor,
-        inverses: Tensor,
-        errors: Tensor,
+        kept: Sequence[Tensor],
         cu_seqlens: Tensor | None,
         wants_state: bool,
         only_state: bool = False,
-    ) -> tuple[Gradients, Left | None]:
-        """Start the walk back; return the gradients, and what is left for `finish`, which does not take dW_end.
+    ) -> Callable[[], Gradients]:
+        """Launch the walk back; return what launches the rest, for which dW_end is not needed, and gives the gradients.
 
         `only_state` leaves all gradients but that of W undone.
         """
-        buffers = self.buffers
+        buffers, (states, inverses, errors) = self.buffers, kept[:3]
         dy, walk, chunks = self._back(dy, only_state)
-        q, k, v, *gates = self.layout.prepare(inputs)
-        given = (q, k, v, tuple(gates))
+        q, k, v, *gates = self.layout.prepare(tokens)
+        inputs = (q, k, v, tuple(gates))
         dv = buffers.no_dv() if only_state else buffers.dv()
         # A second launch writes dq and dk: they get memory when the first does not need its own any more.
         split = chunks is not None and not only_state
@@ -193,22 +185,19 @@ class Plan:
         dlast = buffers.nothing if dW_end is None else dW_end.contiguous()
         dstates = torch.empty_like(states) if split else states
         dright = buffers.dright() if self.separate and not only_state else states if self.separate else dv
-        tensors = (*given, cu_seqlens, states, inverses, errors, dy, dlast, dq, dk, dv, dgates, dW, dstates, dright)
+        tensors = (*inputs, cu_seqlens, states, inverses, errors, dy, dlast, dq, dk, dv, dgates, dW, dstates, dright)
         walk(tensors, self.T, int(dW_end is not None), int(wants_state))
-        gradients = (dq, dk, dv, dgates, dW if wants_state else None)
+        others = (dv, *dgates, dW if wants_state else None)
         if chunks is None or only_state:
-            return gradients, None
-        packed = cu_seqlens if self.packed else None
-        return gradients, (chunks, (*given, packed, states, errors, dy), (dgates, dstates, dright))
+            return lambda: (dq, dk, *others)
+        before, after = (*inputs, cu_seqlens if self.packed else None, states, errors, dy), (dgates, dstates, dright)
 
-    def finish(self, gradients: Gradients, left: Left | None) -> Gradients:
-        """Start what is left and return the gradients."""
-        if left is None:
-            return gradients
-        chunks, before, after = left
-        dq, dk = self.buffers.dq(), self.buffers.dq()
-        chunks((*before, dq, dk, *after), self.sequences, self.T)
-        return dq, dk, *gradients[2:]
+        def finish() -> Gradients:
+            dq, dk = buffers.dq(), buffers.dq()
+            chunks((*before, dq, dk, *after), self.sequences, self.T)
+            return dq, dk, *others
+
+        return finish
 
     def compile_ahead(self, back: bool) -> None:
         """Compile all that the first call will run side by side, with `back` what its backward pass will, too.
@@ -250,7 +239,7 @@ class Plan:
         options = replace(self._over_chunks(), M=0, erase=False, write=False, tied=False, unit=unit)
         warps = self.variant.invert_warps if isinstance(self.variant, SplitWalk) else 1
         dtypes = (data, (a, e), self.bounds_dtype if self.packed else None, kept)
-        grid = self.buffers.inverses * self.options.H
+        grid = self.buffers.inverses.shape[0] * self.options.H
         return self._launch(invert_chunks, grid, dtypes, (*strides[2:4], *strides[6:]), options, (warps, 1))
 
     def _over_chunks(self) -> Options:
@@ -287,8 +276,8 @@ class Plan:
         block, programs = self._columns()
         options = self._in_walks(unit, *pace, block_M=block, prepared=self.invert is not None, read=read)
         kernel = _recurrent_kernel(back=False) if isinstance(self.variant, RecurrentWalk) else walk_forward
-        given = (data, data, data, self.gate_dtypes, wide, self.bounds_dtype)
-        dtypes = (*given, out if read else data, wide, kept, kept, kept)
+        inputs = (data, data, data, self.gate_dtypes, wide, self.bounds_dtype)
+        dtypes = (*inputs, out if read else data, wide, kept, kept, kept)
         return self._launch(kernel, programs, dtypes, strides, options, pace)
 
     def _back(self, dy: Tensor, only_state: bool) -> tuple[Tensor, Launch, Launch | None]:
@@ -312,9 +301,9 @@ class Plan:
         how = {"fused": fused, "only_state": only_state, "separate": self.separate}
         options = self._in_walks(unit, *pace, block_M=block, **how)
         kernel = _recurrent_kernel(back=True) if isinstance(self.variant, RecurrentWalk) else walk_backward
-        given = (data, data, data, self.gate_dtypes, self.bounds_dtype, kept, kept, kept, dy.dtype, wide)
+        inputs = (data, data, data, self.gate_dtypes, self.bounds_dtype, kept, kept, kept, dy.dtype, wide)
         gradients = (data, data, data, self.gate_dtypes, wide, kept, kept if self.separate else data)
-        return self._launch(kernel, programs, (*given, *gradients), strides, options, pace)
+        return self._launch(kernel, programs, (*inputs, *gradients), strides, options, pace)
 
     def _chunk_gradients(self, dy: Tensor) -> Launch | None:
         """Return the launch for the gradients of all chunks, where the walk back leaves them."""
@@ -331,32 +320,23 @@ class Plan:
             chunks_per_program=several,
             both_ways=several > 1 and variant.both_ways and unit > 1,
         )
-        chunks = self.buffers.slots if self.packed else -(-self.T // variant.chunk)
+        chunks = self.buffers.states.shape[0] if self.packed else -(-self.T // variant.chunk)
         programs = -(-chunks // several) * (1 if self.packed else self.sequences)
         bounds = self.bounds_dtype if self.packed else None
-        given = (data, data, data, self.gate_dtypes, bounds, kept, kept, dy.dtype)
+        inputs = (data, data, data, self.gate_dtypes, bounds, kept, kept, dy.dtype)
         gradients = (data, data, self.gate_dtypes, kept, kept if self.separate else data)
         pace = (variant.gradient_warps, variant.gradient_stages)
         grid = programs * self.options.H
-        return self._launch(chunk_gradients, grid, (*given, *gradients), strides, options, pace)
+        return self._launch(chunk_gradients, grid, (*inputs, *gradients), strides, options, pace)
 
 
-def plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    N: int,
-    cu_seqlens: Tensor | None,
-    dtype: torch.dtype,
-    wide: torch.dtype,
-    tied: bool,
-    variant: Variant,
-    features: Features,
-    grouped: bool = False,
-) -> Plan:
+# The dtype of y, whether the gates are tied, the variant and the features.
+How = tuple[torch.dtype, bool, Variant, Features]
+
+
+def plan(tokens: Tokens, N: int, cu_seqlens: Tensor | None, how: How, grouped: bool = False) -> Plan:
     """Return the plan for these shapes, strides and dtypes."""
-    a, e, w = gates
+    q, k, v, a, e, w = tokens
     shapes = (q.shape, q.stride(), k.stride(), v.shape, v.stride(), kind_of(a), kind_of(e), kind_of(w))
-    key = (*shapes, N, kind_of(cu_seqlens), q.dtype, q.device, dtype, wide, tied, variant, features, grouped)
-    return planned(key, lambda: Plan(q, k, v, gates, N, cu_seqlens, dtype, wide, tied, variant, features, grouped))
+    key = (*shapes, N, kind_of(cu_seqlens), q.dtype, q.device, how, grouped)
+    return planned(key, lambda: Plan(tokens, N, cu_seqlens, *how, grouped))

@@ -50,10 +50,10 @@ def check_of(signature: Signature, heads: int) -> Check:
     return Check(signature.key, name, alternative, SOURCE, signature.dtype, compare)
 
 
-def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from fastweights.ops.gpu.memory import grouped as walks
+def _walks(*arguments: Any) -> Any:
+    from fastweights.ops.gpu.memory.grouped import plan_walks
 
-    return walks.forward, walks.backward
+    return plan_walks(*arguments)
 
 
 def _compare(signature: WalkSignature, heads: int, device: torch.device) -> dict[str, float]:
@@ -86,16 +86,17 @@ def _compare(signature: WalkSignature, heads: int, device: torch.device) -> dict
     W = 0.3 * normal(3 if signature.packed else B, H, signature.features.size(D), M, dtype=wide)
     dy, dW = normal(B, T, H, M), normal(*W.shape, dtype=wide)
 
-    last = (signature.variant, signature.features)
+    tokens = (q, k, v, a, e, w)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     # What loading float64 products takes the first time, loading Triton and compiling take too: both at once.
     with ThreadPoolExecutor(1) as pool:
-        exact = pool.submit(on_stream, stream, _exact, signature, (q, k, v, a, e, w, W), bounds, dy, dW)
-        forward, backward = _kernels()
-        y, W_end, *kept = forward(q, k, v, (a, e, w), W, bounds, signature.dtype, wide, signature.tied, True, *last)
-        grads = backward(dy, dW, q, k, v, (a, e, w), *kept, bounds, wide, signature.tied, True, *last)
+        exact = pool.submit(on_stream, stream, _exact, signature, (*tokens, W), bounds, dy, dW)
+        how = (signature.dtype, True, signature.tied, signature.variant, signature.features)
+        walks = _walks(tokens, bounds, *how)
+        y, W_end, *kept = walks.forward(tokens, W, bounds, True)
+        grads = walks.backward(tokens, dy, dW, kept, bounds, True)
         want = exact.result()
-    ours = [y, W_end, *grads[:3], *(gate for gate in grads[3] if gate is not None), grads[4]]
+    ours = [y, W_end, *(grad for grad in grads if grad is not None)]
     gates = [name for name, gate in (("decay", a), ("erase", e), ("write", w)) if gate is not None]
     names = ["y", "W", "dq", "dk", "dv", *(f"d{name}" for name in gates), "dW"]
     return relative_errors(names, ours, want)

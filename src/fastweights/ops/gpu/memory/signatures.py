@@ -9,10 +9,9 @@ from torch import Tensor
 
 from fastweights.ops import family
 from fastweights.ops.features import PLAIN, Features
+from fastweights.ops.gpu.memory.strides import Gates
 from fastweights.ops.gpu.memory.variants import ChunkedWalk, RecurrentWalk, Variant, to_integers
 from fastweights.ops.spec import Spec
-
-Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class WalkSignature(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastweights.ops.causality import Tokens
+
 Gates = tuple[Tensor | None, Tensor | None, Tensor | None]
-# q, k, v, a, e, w.
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 # Kernels that step from chunk to chunk reach over fewer tokens than this from where they stand.
 REACH = 128
@@ -14,20 +14,20 @@ REACH = 128
 _UNIT = 8
 
 
-class Layout:
-    """How the inputs of a call lie in memory: which of them have to be copied first, and the strides of all."""
+class Strides:
+    """How the tokens of a call lie in memory: which of them have to be copied first, and the strides of all."""
 
-    def __init__(self, inputs: Inputs, reach: int) -> None:
+    def __init__(self, tokens: Tokens, reach: int) -> None:
         """`reach`: tokens that a kernel counts entries over in 32 bits."""
         self.reach = reach
-        ready = q, k, v, a, e, w = addressable_inputs(inputs, reach)
-        self.as_given = all(x is y for x, y in zip(ready, inputs, strict=True))
+        ready = q, k, v, a, e, w = addressable_tokens(tokens, reach)
+        self.as_given = all(x is y for x, y in zip(ready, tokens, strict=True))
         self._strides = strides_of(q, k, v)
         self.gates = common_strides((a, e, w), reach=reach)[1]
 
-    def prepare(self, inputs: Inputs) -> Inputs:
-        """Return inputs that lie like those of the plan with strides that the kernels can take."""
-        return inputs if self.as_given else addressable_inputs(inputs, self.reach)
+    def prepare(self, tokens: Tokens) -> Tokens:
+        """Return tokens that lie like those of the plan with strides that the kernels can take."""
+        return tokens if self.as_given else addressable_tokens(tokens, self.reach)
 
     def in_units(self, dy: Tensor | None = None) -> tuple[int, tuple[int, ...]]:
         """Return the unit, and the token and head strides of q, k, v and dy in it, then those of the gates."""
@@ -71,9 +71,9 @@ def addressable(x: Tensor, reach: int = REACH) -> Tensor:
     return x if x.stride(3) == 1 and _in_line(x, reach) else x.contiguous()
 
 
-def addressable_inputs(inputs: Inputs, reach: int = REACH) -> Inputs:
-    """Return the inputs with strides that the kernels can take."""
-    q, k, v, a, e, w = inputs
+def addressable_tokens(tokens: Tokens, reach: int = REACH) -> Tokens:
+    """Return the tokens with strides that the kernels can take."""
+    q, k, v, a, e, w = tokens
     gates = common_strides((a, e, w), reach=reach)[0]
     return addressable(q, reach), addressable(k, reach), addressable(v, reach), *gates
 

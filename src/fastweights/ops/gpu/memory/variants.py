@@ -352,18 +352,17 @@ def group_length(T: int, cu_seqlens: Tensor | None, variant: Variant) -> int:
 
 
 def kept_shapes(
-    shape: tuple[int, ...], M: int, erase: bool, cu_seqlens: Tensor | None, keep: bool, variant: Variant
+    shape: tuple[int, ...], M: int, erase: bool, cu_seqlens: Tensor | None, variant: Variant
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of states before chunks and of inverses, one slot a chunk, and of the tokens' errors.
 
     `shape` is (B, T, H, D) with the D of mapped keys. With packed sequences the number of chunks depends on
-    their lengths; the number of slots bounds it. What is not kept has no slots.
+    their lengths; the number of slots bounds it.
     """
     (B, T, H, D), C = shape, variant.chunk
     slots = B * -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.numel() - 1
-    inverses = erase and isinstance(variant, ChunkedWalk) and (keep or variant.prepared)
-    errors = (B if erase and keep else 0, T, H, M)
-    return (slots if keep else 0, H, M, D), (slots if inverses else 0, H, C, C), errors
+    inverses = slots if erase and isinstance(variant, ChunkedWalk) else 0
+    return (slots, H, M, D), (inverses, H, C, C), (B if erase else 0, T, H, M)
 
 
 def number_of_groups(T: int, cu_seqlens: Tensor | None, variant: Variant) -> int:
