@@ -1,0 +1,97 @@
+"""Examples: each runs as it is written, and shows what it says."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastweights.feature_maps import FEATURE_MAPS
+from fastweights.ops.backends import BACKENDS, EXECUTABLES
+from fastweights.ops.rules import RULES
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run an example with arguments in this process, forget what it registers, and return what it prints."""
+    tables = [(table, dict(table)) for table in (RULES, FEATURE_MAPS, BACKENDS, EXECUTABLES)]
+    torch.use_deterministic_algorithms(False)
+
+    def call(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    yield call
+    for table, content in tables:
+        table.clear()
+        table.update(content)
+
+
+def losses(output):
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+
+
+def test_every_example_is_tested():
+    tested = set(re.findall(r"\"(\w+\.py)\"", Path(__file__).read_text()))
+    assert {path.name for path in EXAMPLES.iterdir()} == tested
+
+
+def test_only_the_delta_rule_learns_to_overwrite(run):
+    share = {rule: int(right) for rule, right in re.findall(r"(\w+) rule: (\d+)%", run("minimal_layer.py"))}
+    assert share["delta"] > 90 and share["sum"] < 60
+
+
+def test_a_character_model_learns(run, tmp_path):
+    (tmp_path / "text").write_text("abcdefgh" * 300)
+    output = run("character_model.py", tmp_path / "text", 25)
+    assert losses(output)[-1] < 0.5 and "abcdefgh" in output
+
+
+def test_a_character_model_has_about_fifty_lines():
+    code = (EXAMPLES / "character_model.py").read_text().split('"""', 2)[2]
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 55
+
+
+def test_the_training_loop_of_the_examples_learns(run, tmp_path):
+    (tmp_path / "text").write_text("abcdefgh" * 300)
+    options = [tmp_path / "text", "--carried", "--batch", "4", "--length", "32", "--steps", "40"]
+    output = run("train_language_model.py", *options)
+    assert losses(output)[-1] < 0.1 and "abcdefghabcdefgh" in output
+
+
+def test_a_stream_keeps_one_size(run):
+    sizes = re.findall(r"state of (\d+) bytes", run("stream_forever.py"))
+    assert len(sizes) == 3 and len(set(sizes)) == 1
+
+
+def test_gradients_of_every_sample(run):
+    assert "project.weight: (6, 50, 16), one gradient a sample" in run("per_sample_gradients.py")
+
+
+def test_a_rule_a_map_and_a_backend_from_outside(run):
+    output = run("own_rule.py")
+    differences = [float(number) for number in re.findall(r"differ\w* by (\S+)", output)]
+    assert len(differences) >= 4 and max(differences) < 1e-14
+    assert "backend mine:" in output
+
+
+def test_two_processes_have_the_gradients_of_one():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", EXAMPLES / "ddp.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes: gradients differ" in done.stdout
+    assert float(re.search(r"one process by (\S+)", done.stdout).group(1)) < 1e-5
+
+
+def test_gpt2_of_hugging_face_learns(run):
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[huggingface]'")
+    first, *_, last = losses(run("huggingface_gpt2.py"))
+    assert last < first < 5
