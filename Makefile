@@ -4,13 +4,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test reproduce lint format clean
+.PHONY: test reproduce docs lint format clean
 
 test: lint
 	$(BIN)/pytest -n auto --dist worksteal
 
 reproduce: $(READY)
 	$(BIN)/fastweights reproduce all --scale small --out reproduced
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -48,11 +48,15 @@ class LazyCommand(TyperCommand):
         super().__init__(name, help=summary)
         self.target = target
 
-    def make_context(self, *arguments: Any, **options: Any) -> Any:
+    def load(self) -> Any:
+        """Import the function and return the command with its arguments and options."""
         module, function = self.target.split(":")
         loaded = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         loaded.command(self.name)(getattr(import_module(f"fastweights.{module}"), function))
-        return typer.main.get_command(loaded).make_context(*arguments, **options)
+        return typer.main.get_command(loaded)
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        return self.load().make_context(*arguments, **options)
 
 
 class CommandTable(TyperGroup):

@@ -44,14 +44,22 @@ class LanguageModelConfig(ModelConfig):
     Attributes:
         vocab_size: number of words, the frequent ones first.
         cutoffs: where the clusters of the adaptive softmax begin; none for a plain softmax.
-        d_model, n_layers, n_heads, d_ff: sizes; d_head is d_model / n_heads if None.
+        d_model: size of the hidden vectors.
+        n_layers: number of blocks.
+        n_heads: heads of each sequence layer.
+        d_head: size of a head; d_model / n_heads if None.
+        d_ff: size inside the feed-forward layers.
         dropout: after the embedding, in every sublayer and before the softmax.
         attention_dropout: on the attention weights of mixers that have such weights.
         mixer: the sequence layer, a name from `layers.mixers.MIXERS`.
-        rule, feature_map, feature_map_options, normalization: of mixer "fast_weight"; see `FastWeightAttention`.
+        rule: of mixer "fast_weight", as are the next three; see `FastWeightAttention`.
+        feature_map: its feature map.
+        feature_map_options: arguments of the feature map.
+        normalization: its normalisation.
         output_scale: multiply what is read from fast weights by d_head ** -0.5. The authors' code does, the paper does
             not say so.
-        mem_len, clamp_len: of mixer "relative"; see `RelativeAttention`.
+        mem_len: of mixer "relative"; see `RelativeAttention`.
+        clamp_len: of mixer "relative", too.
         positions: "none", or "sinusoid" added to the embedding.
         position_direction: "backward" gives the last token of each window position 0, as the authors' code does;
             "forward" counts from the first token, and can continue in a later segment.

@@ -28,7 +28,8 @@ def linear_attention(
 
     Args:
         q: queries (B, T, H, D), already mapped by phi.
-        k, v: keys (B, S, H, D), mapped by phi, and values (B, S, H, M); S may differ from T.
+        k: keys (B, S, H, D), mapped by phi; S may differ from T.
+        v: values (B, S, H, M).
         mask: (B, S), False for keys that are padding.
         normalization: "attention", or None for the plain sum over v ⊗ k.
 

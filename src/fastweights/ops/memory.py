@@ -46,7 +46,8 @@ def fast_weight_memory(
             y[:, t] = einsum("bhd, bhdm -> bhm", q[:, t], W)
 
     Args:
-        q, k: queries and keys (B, T, H, D), already mapped by phi (and sum-normalised where wanted).
+        q: queries (B, T, H, D), already mapped by phi (and sum-normalised where wanted).
+        k: keys (B, T, H, D), likewise.
         v: values (B, T, H, M).
         rule: a name from `list_rules()`, or `update_rule(name, **options)`.
         normalization: None, or "attention" (Eqs. 18-19, and 26-28 where the rule removes).
