@@ -14,7 +14,6 @@ from typing import ClassVar, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fastweights.common.tables import look_up
 from fastweights.ops import features
@@ -126,8 +125,10 @@ class ReLU(FeatureMap):
 class SiLU(FeatureMap):
     """x sigmoid(x), signed: goes with L2 normalisation [Yang et al. 2024]; dim = d_key."""
 
+    kernel = "silu"
+
     def map(self, x: Tensor) -> Tensor:
-        return F.silu(x)
+        return features.silu(x)
 
 
 @register_feature_map("tanh")

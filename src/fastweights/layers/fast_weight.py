@@ -13,7 +13,7 @@ from fastweights.feature_maps import FeatureMap, feature_map
 from fastweights.layers.checks import check_dtype, check_input, check_token, head_size
 from fastweights.ops.features import MapFeatures
 from fastweights.ops.memory import fast_weight_memory
-from fastweights.ops.normalization import l2_normalize, sum_normalize
+from fastweights.ops.normalization import smooth_l2_normalize, sum_normalize
 from fastweights.ops.rules import Gate, Rule, update_rule
 from fastweights.ops.state import FastWeightState
 
@@ -25,7 +25,7 @@ NORMALIZATIONS: dict[str, tuple[Normalize, str | None]] = {
     "sum": (sum_normalize, None),
     "attention": (None, "attention"),
     "both": (sum_normalize, "attention"),
-    "l2": (l2_normalize, None),
+    "l2": (smooth_l2_normalize, None),
 }
 
 

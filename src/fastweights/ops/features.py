@@ -12,9 +12,10 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fastweights.common.tables import look_up
-from fastweights.ops.normalization import sum_normalize
+from fastweights.ops.normalization import smooth_l2_normalize, sum_normalize
 
 
 def elu(x: Tensor) -> Tensor:
@@ -28,33 +29,45 @@ def relu(x: Tensor) -> Tensor:
     return x.relu()
 
 
+def silu(x: Tensor) -> Tensor:
+    """Compute x sigmoid(x)."""
+    return F.silu(x)
+
+
 def dpfp(x: Tensor, nu: int) -> Tensor:
     """Compute products of rectified entries up to nu apart, Eq. 37."""
     r = torch.cat([x.relu(), (-x).relu()], -1)
     return torch.cat([r * r.roll(j, -1) for j in range(1, nu + 1)], -1)
 
 
-MAPS: dict[str, Callable[..., Tensor]] = {"none": lambda x: x, "elu": elu, "relu": relu, "dpfp": dpfp}
+MAPS: dict[str, Callable[..., Tensor]] = {"none": lambda x: x, "elu": elu, "relu": relu, "silu": silu, "dpfp": dpfp}
 
 
 class Features(NamedTuple):
-    """A map by its name in `MAPS` with its `nu`; whether phi is divided by its sum; whether gates are logits.
+    """A map by its name in `MAPS` with its `nu`; how phi is normalised; whether gates are logits.
 
-    The map is called "other" where it is one that no kernel knows, and only a `MapFeatures` can compute it.
+    With `sum` phi is divided by its sum, with `l2` by sqrt(|phi|² + 1e-6). Queries are then multiplied by `scale`. The
+    map is called "other" where it is one that no kernel knows, and only a `MapFeatures` can compute it.
     """
 
     map: str = "none"
     nu: int = 0
     sum: bool = False
     logits: bool = False
+    l2: bool = False
+    scale: float = 1.0
 
     @classmethod
-    def named(cls, name: str, nu: int = 0, sum: bool = False, logits: bool = False) -> Features:
+    def named(
+        cls, name: str, nu: int = 0, sum: bool = False, logits: bool = False, l2: bool = False, scale: float = 1.0
+    ) -> Features:
         """Return the features with the map called `name`."""
         look_up(MAPS, name, "fused feature map")
         if (name == "dpfp") != (nu > 0):
             raise ValueError(f"nu is for dpfp, at least 1, got nu = {nu} with feature map {name!r}")
-        return cls(name, nu, bool(sum), bool(logits))
+        if sum and l2:
+            raise ValueError("phi is divided by its sum or by its norm, not by both; give sum or l2")
+        return cls(name, nu, bool(sum), bool(logits), bool(l2), float(scale))
 
     @property
     def description(self) -> Features:
@@ -75,20 +88,23 @@ class Features(NamedTuple):
         if self == PLAIN:
             return f"D = {d}"
         name = self.map + (f"-{self.nu}" if self.nu else "")
-        return f"d = {d} through {name}{', sum normalised' if self.sum else ''}{', logits' if self.logits else ''}"
+        how = {"sum normalised": self.sum, "L2 normalised": self.l2, "logits": self.logits}
+        how[f"queries scaled by {self.scale:g}"] = self.scale != 1
+        return ", ".join([f"d = {d} through {name}", *(words for words, holds in how.items() if holds)])
 
     def of(self, x: Tensor) -> Tensor:
-        """Return phi(x), divided by its sum where that is asked for, in the dtype of x."""
+        """Return phi(x), normalised as is asked for, in the dtype of x."""
         phi, dtype = MAPS[self.map], x.dtype
-        if self.sum:
+        if self.sum or self.l2:
             # What is divided by a small sum has gradients for which 16 bits have no room, however small those of x are.
             x = x.to(torch.promote_types(dtype, torch.float32))
         x = phi(x, self.nu) if self.nu else phi(x)
-        return sum_normalize(x).to(dtype) if self.sum else x
+        x = sum_normalize(x) if self.sum else smooth_l2_normalize(x) if self.l2 else x
+        return x.to(dtype)
 
     def apply(self, q: Tensor, k: Tensor, divided: bool) -> tuple[Tensor, Tensor]:
         """Map queries and keys."""
-        return self.of(q), self.of(k)
+        return _scaled(self.of(q), self.scale), self.of(k)
 
     def gate(self, x: Tensor) -> Tensor:
         """Return the gate that x is, or whose logit it is, in at least float32: 16 bits have no room next to 1."""
@@ -97,6 +113,10 @@ class Features(NamedTuple):
 
 
 PLAIN = Features()
+
+
+def _scaled(q: Tensor, scale: float) -> Tensor:
+    return q if scale == 1 else q * scale
 
 
 class Map(Protocol):
@@ -119,19 +139,20 @@ class Map(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class MapFeatures:
-    """Any feature map, a normalisation of what it gives, and whether gates are logits."""
+    """Any feature map, a normalisation of what it gives, whether gates are logits, and a scale of the queries."""
 
     phi: Map
     normalize: Callable[[Tensor], Tensor] | None = None
     logits: bool = False
+    scale: float = 1.0
 
     @property
     def description(self) -> Features:
         """The same by name, which is all that a backend decides by."""
-        sums = self.normalize is sum_normalize
-        if self.phi.kernel is None or not (sums or self.normalize is None):
+        sums, l2 = self.normalize is sum_normalize, self.normalize is smooth_l2_normalize
+        if self.phi.kernel is None or not (sums or l2 or self.normalize is None):
             return Features("other", logits=self.logits)
-        return Features(self.phi.kernel, getattr(self.phi, "nu", 0), sums, self.logits)
+        return Features(self.phi.kernel, getattr(self.phi, "nu", 0), sums, self.logits, l2, self.scale)
 
     def size(self, d: int) -> int:
         """Return D, the size of phi."""
@@ -140,8 +161,8 @@ class MapFeatures:
     def apply(self, q: Tensor, k: Tensor, divided: bool) -> tuple[Tensor, Tensor]:
         """Map queries and keys; `divided` says that queries' reads are divided by phi(q)·z, so that scale is free."""
         if self.normalize is not None:
-            return self.normalize(self.phi.scaled(q)), self.normalize(self.phi.scaled(k))
-        return self.phi.scaled(q) if divided else self.phi.map(q), self.phi.map(k)
+            return _scaled(self.normalize(self.phi.scaled(q)), self.scale), self.normalize(self.phi.scaled(k))
+        return _scaled(self.phi.scaled(q) if divided else self.phi.map(q), self.scale), self.phi.map(k)
 
     def gate(self, x: Tensor) -> Tensor:
         """Return the gate that x is, or whose logit it is, in at least float32."""

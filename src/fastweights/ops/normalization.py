@@ -24,11 +24,22 @@ def sum_normalize(x: Tensor) -> Tensor:
     return safe_divide(wide, wide.sum(-1, keepdim=True)).to(x.dtype)
 
 
-def l2_normalize(x: Tensor) -> Tensor:
-    """Divide features by their Euclidean norm over the last axis; zeros where it is 0."""
+# Under the root, as in the models that are trained with L2 normalisation.
+L2_EPS = 1e-6
+
+
+def l2_normalize(x: Tensor, eps: float = 0.0) -> Tensor:
+    """Divide features by their Euclidean norm over the last axis, sqrt(|x|² + eps); zeros where it is 0."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if eps:
+        return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
     largest = wide.detach().abs().amax(-1, keepdim=True)
     scaled = safe_divide(wide, largest)
     # Scaled by the largest entry the squares neither overflow nor underflow; an all-zero row has norm 1 to stay put.
     squared = scaled.square().sum(-1, keepdim=True)
     return (scaled / torch.where(squared > 0, squared, 1).sqrt()).to(x.dtype)
+
+
+def smooth_l2_normalize(x: Tensor) -> Tensor:
+    """Compute `l2_normalize(x, L2_EPS)`: length 1, but for features next to 0, which stay there."""
+    return l2_normalize(x, L2_EPS)

@@ -79,7 +79,7 @@ def why_unfused(spec: Spec) -> str | None:
     features, rule, D = spec.features, spec.rule, spec.D
     # The accumulator of attention normalisation may come in as one more value column.
     M, one = spec.M + spec.normalized, _is_one_step(spec)
-    if features.map == "other":
+    if features.map in ("other", "silu") or features.l2 or features.scale != 1:
         return "the kernels do not know this feature map or normalisation"
     if features.sum and not features.maps:
         return "the kernels normalise what they map themselves, not keys that come mapped"

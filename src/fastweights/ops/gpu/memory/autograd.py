@@ -147,7 +147,7 @@ OPERATOR = Operator(
 
 def walk(signature: WalkSignature, eager: bool, gradients: bool = True) -> Callable[..., Any]:
     """Return the recurrence on the kernels of a signature, as `ops.family.Recurrence` has it."""
-    settings = (signature.tied, to_integers(signature.variant), *signature.features)
+    settings = (signature.tied, to_integers(signature.variant), *signature.features[:4])
     return OPERATOR.bind(settings, eager, gradients, signature.tied)
 
 
@@ -195,7 +195,7 @@ class OneToken:
         gates = (a, e, None if signature.tied else w)
         if not self.eager:
             W, z = inputs.initial_state()
-            y, W, *rest = step_op(q, k, v, *gates, W, z, signature.tied, *signature.features)
+            y, W, *rest = step_op(q, k, v, *gates, W, z, signature.tied, *signature.features[:4])
             return y, W, rest[0] if rest else None
         if self.plan is None:
             how = (signature.tied, signature.normalized, signature.features)
