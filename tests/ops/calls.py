@@ -15,7 +15,10 @@ FAMILY = [name for name, rule in RULES.items() if rule.coefficients is not None]
 NORMALIZATIONS = [None, "attention"]
 # Every rule with every backend that says it can run it, on the CPU in float64.
 HERE = [name for name in BACKENDS if name != "triton"]
-PAIRS = [(rule, backend) for rule in RULES for backend in HERE if rule in FAMILY or backend == "reference"]
+# The decays of a rule may be given per key channel and as logarithms, beside one number a head.
+BY_FORM = ["decay per key", "gated_delta log", "gated_delta per key", "gated_delta log per key"]
+CALLS = [*RULES, *BY_FORM]
+PAIRS = [(name, backend) for name in CALLS for backend in HERE if name in (*FAMILY, *BY_FORM) or backend == "reference"]
 
 
 @dataclass
@@ -75,8 +78,18 @@ class Call:
         return [y, *state.tensors().values()]
 
 
+def gate_names(name):
+    """The gates of a random call of that name."""
+    rule, _, form = name.partition(" ")
+    return [f"log_{gate}" if gate == "decay" and "log" in form else gate for gate in RULES[rule].gate_names]
+
+
 def random_call(rule, normalization=None, B=2, T=7, H=2, D=5, M=3, dtype=torch.float64, seed=0):
-    """Positive, sum-normalised keys as the paper has them, and gates that are now and then fully open or shut."""
+    """Positive, sum-normalised keys as the paper has them, and gates that are now and then fully open or shut.
+
+    `rule` is one of `CALLS`.
+    """
+    rule, _, form = rule.partition(" ")
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(*shape):
@@ -85,11 +98,15 @@ def random_call(rule, normalization=None, B=2, T=7, H=2, D=5, M=3, dtype=torch.f
     q, k = uniform(B, T, H, D), uniform(B, T, H, D) ** 2
     gates = {}
     for name in RULES[rule].gate_names:
-        gate = uniform(B, T, H)
-        gates[name] = torch.where(uniform(B, T, H) < 0.1, gate.round(), gate)
+        shape = (B, T, H, D) if name == "decay" and "per key" in form else (B, T, H)
+        gate = uniform(*shape)
+        gates[name] = torch.where(uniform(*shape) < 0.1, gate.round(), gate)
     if normalization and "decay" in gates:
         # A memory wiped out by decay = 0 reads as 0 by definition, which is no limit of decays above 0.
         gates["decay"] = gates["decay"].clamp(min=0.05)
+    if "log" in form:
+        # Far enough from 0 for finite differences of the logarithm.
+        gates["log_decay"] = gates.pop("decay").clamp(min=1e-3).log()
     state = (uniform(B, H, D, M) - 0.5, uniform(B, H, D))[: 2 if normalization else 1]
     call = Call(rule, q / q.sum(-1, keepdim=True), k / k.sum(-1, keepdim=True), uniform(B, T, H, M) - 0.5, gates, state)
     return call.to(dtype)

@@ -15,7 +15,7 @@ from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.gpu.memory.containment import contain
 from fastweights.ops.rules import RULES
 from fastweights.ops.spec import Inputs
-from tests.ops.calls import FAMILY, HERE, NORMALIZATIONS, gradients, random_call
+from tests.ops.calls import BY_FORM, CALLS, FAMILY, HERE, NORMALIZATIONS, gate_names, gradients, random_call
 
 # Backends that are held to what `reference` shows; each is compared with itself.
 EXACT = [name for name in HERE if name != "reference"]
@@ -30,7 +30,8 @@ def call_of(rule, normalization, form):
     """Return a call, and the options that cut its rows into texts."""
     call = random_call(rule, normalization, 1 if form == "packed" else B, T, H, 4, 3, torch.float32)
     # A decay of 0 empties the memory, too.
-    call.gates = {name: gate.clamp(0.05, 0.95) for name, gate in call.gates.items()}
+    for name, gate in call.gates.items():
+        call.gates[name] = gate.clamp(-3, -0.05) if name.startswith("log_") else gate.clamp(0.05, 0.95)
     if form == "rows":
         return call, {}
     if form == "packed":
@@ -72,7 +73,8 @@ def independent(rule, normalization, form, tensor, value):
     return [(a == b).all(-1) for a, b in zip(clean(rule, normalization, form, "reference"), spoilt, strict=True)]
 
 
-CASES = [(rule, tensor) for rule in FAMILY for tensor in ("q", "k", "v", *RULES[rule].gate_names)]
+CASES = [(rule, tensor) for rule in FAMILY for tensor in ("q", "k", "v", *gate_names(rule))]
+CASES += [(rule, tensor) for rule in BY_FORM for tensor in ("k", gate_names(rule)[-1])]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -90,11 +92,11 @@ def test_what_does_not_depend_on_a_token_keeps_every_bit(rule, tensor, normaliza
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", CALLS)
 def test_outputs_by_the_definition(rule, form):
     """Tokens before it, of other rows, heads and texts; and the states of other rows, heads and texts."""
-    for backend in ["reference", *EXACT] if rule in FAMILY else ["reference"]:
-        for tensor in ("q", "k", "v", *RULES[rule].gate_names):
+    for backend in ["reference", *EXACT] if rule in (*FAMILY, *BY_FORM) else ["reference"]:
+        for tensor in ("q", "k", "v", *gate_names(rule)):
             call, options = call_of(rule, None, form)
             y, W = call.run(backend, **options)
             spoil(call, tensor, "nan")
@@ -138,7 +140,7 @@ def test_an_overflow_ends_where_a_text_starts(backend):
 
 @pytest.mark.parametrize("features", [PLAIN, Features.named("dpfp", nu=1, sum=True, logits=True)], ids=["", "dpfp"])
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("rule", FAMILY)
+@pytest.mark.parametrize("rule", [*FAMILY, "gated_delta log"])
 @pytest.mark.parametrize("backend", ["reference", *EXACT])
 def test_padding_may_hold_anything(backend, rule, normalization, features):
     """Whatever stands in tokens that the mask leaves out, nothing changes, and its gradient is 0."""

@@ -16,7 +16,7 @@ from fastweights.ops.cpu import backend as cpu
 from fastweights.ops.cpu import build
 from fastweights.ops.rules import RULES
 from fastweights.ops.spec import Inputs
-from tests.ops.calls import FAMILY, NORMALIZATIONS, gradients, random_call, refusal, relative_error
+from tests.ops.calls import BY_FORM, FAMILY, NORMALIZATIONS, gradients, random_call, refusal, relative_error
 
 CACHES = (build.library, build._failure, build._unavailable)
 
@@ -71,26 +71,29 @@ def packed_call(T, bounds, *sizes, rule="gated_delta"):
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("rule", FAMILY)
+@pytest.mark.parametrize("rule", [*FAMILY, *BY_FORM])
 def test_gradcheck_across_chunks(rule, normalization, monkeypatch):
-    monkeypatch.setattr(cpu, "chunk_length", lambda D, M: 3)
+    monkeypatch.setattr(cpu.OPERATOR, "chunk_length", lambda D, M: 3)
     call = random_call(rule, normalization, B=2, T=7, H=1, D=3, M=2).requiring_grad()
-    assert gradcheck(lambda *inputs: tuple(run(call.with_inputs(inputs))), call.inputs())
+    assert gradcheck(lambda *inputs: tuple(call.with_inputs(inputs).run("cpu")), call.inputs())
 
 
+@pytest.mark.parametrize("rule", ["gated_delta", "gated_delta per key"])
 @pytest.mark.parametrize("chunk", [1, 5, 16, 50])
 @pytest.mark.parametrize("threads", [1, 7])
-def test_any_chunk(chunk, threads, monkeypatch):
+def test_any_chunk(chunk, threads, rule, monkeypatch):
     torch.set_num_threads(threads)
-    monkeypatch.setattr(cpu, "chunk_length", lambda D, M: chunk)
-    call = random_call("gated_delta", "attention", 1, 49, 2, 21, 19)
+    monkeypatch.setattr(cpu.OPERATOR, "chunk_length", lambda D, M: chunk)
+    monkeypatch.setattr(cpu.OPERATOR, "longest_per_key", chunk)
+    call = random_call(rule, "attention", 1, 49, 2, 21, 19)
     assert relative_error(everything(call), expected(call)) < 1e-12
 
 
+@pytest.mark.parametrize("rule", ["gated_delta", "gated_delta per key"])
 @pytest.mark.parametrize(("D", "M"), [(1, 1), (64, 64), (17, 48), (80, 7), (130, 100)])
-def test_sizes(D, M):
+def test_sizes(D, M, rule):
     """One vector, whole vectors, a few features over, more than a tile."""
-    call = random_call("gated_delta", None, 1, 100, 2, D, M)
+    call = random_call(rule, None, 1, 100, 2, D, M)
     assert relative_error(everything(call), expected(call)) < 1e-12
     assert relative_error(everything(call.to(torch.float32)), expected(call)) < 1e-5
 
@@ -102,9 +105,10 @@ def test_packed():
 
 @pytest.mark.parametrize("shape", [(1, 200, 1, 20, 70), (1, 90, 3, 64, 64), (5, 40, 3, 8, 9)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_number_of_threads_changes_no_bit(shape, dtype):
+@pytest.mark.parametrize("rule", ["gated_delta", "gated_delta per key"])
+def test_the_number_of_threads_changes_no_bit(shape, dtype, rule):
     """Fewer heads than threads, where the work is shared out another way, included."""
-    call = random_call("gated_delta", "attention", *shape, dtype=dtype)
+    call = random_call(rule, "attention", *shape, dtype=dtype)
     results = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
@@ -130,8 +134,9 @@ def test_nan_stays_in_its_sequence():
     assert all(torch.equal(a[1:], b[1:]) for a, b in zip(clean, spoilt, strict=True))
 
 
-def test_decay_of_zero_and_of_any_sign():
-    call = random_call("gated_delta", None, 2, 100, 2, 8, 8)
+@pytest.mark.parametrize("rule", ["gated_delta", "gated_delta per key"])
+def test_decay_of_zero_and_of_any_sign(rule):
+    call = random_call(rule, None, 2, 100, 2, 8, 8)
     call.gates["decay"] = (call.gates["decay"] - 0.5) * 2
     call.gates["decay"][:, ::9] = 0
     assert relative_error(everything(call), expected(call)) < 1e-12

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from fastweights.ops.features import Features, MapFeatures
 from fastweights.ops.normalization import l2_normalize
-from fastweights.ops.rules import RULES
-from tests.ops.calls import HERE, NORMALIZATIONS, PAIRS, gradients, random_call, relative_error
+from tests.ops.calls import CALLS, HERE, NORMALIZATIONS, PAIRS, gradients, random_call, relative_error
 
 shapes = st.fixed_dictionaries(
     {
@@ -159,7 +158,7 @@ def test_raw_features_are_mapped_before_the_memory(backend, normalization, featu
 
 
 def test_every_rule_is_covered():
-    assert {rule for rule, _ in PAIRS} == set(RULES)
+    assert {rule for rule, _ in PAIRS} == set(CALLS)
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)

@@ -28,6 +28,17 @@ CASES = {
     "beta's shape": ({"beta": beta[..., None]}, ValueError, r"beta must have shape .*\(2, 5, 3\), got \(2, 5, 3, 1\)"),
     "beta's dtype": ({"beta": beta.double()}, TypeError, "beta has dtype torch.float64 beside q of torch.float32"),
     "beta a number": ({"beta": 0.5}, TypeError, "beta must be a tensor of shape"),
+    "decay's shape": (
+        {"rule": "gated_delta", "decay": beta[..., None]},
+        ValueError,
+        r"decay must have shape .*\(2, 5, 3\) or \(B, T, H, D\) = \(2, 5, 3, 4\), got \(2, 5, 3, 1\)",
+    ),
+    "decay twice": (
+        {"rule": "gated_delta", "decay": beta, "log_decay": beta},
+        ValueError,
+        "needs decay of shape .*, not both decay and log_decay",
+    ),
+    "log_decay of a rule without": ({"log_decay": beta}, ValueError, r"rule 'delta' has no log_decay"),
     "unknown rule": ({"rule": "detla"}, ValueError, "unknown rule 'detla'; did you mean 'delta'"),
     "rule of a wrong type": ({"rule": 3}, TypeError, "rule must be a name, got int"),
     "unknown backend": ({"backend": "chunky"}, ValueError, "unknown backend 'chunky'; did you mean 'chunked'"),

@@ -30,6 +30,9 @@ def phi(x, features):
         x = torch.where(x > 0, x + 1, x.clamp(max=0).exp())
     elif features.map == "relu":
         x = x.clamp(min=0)
+    elif features.map == "silu":
+        x = x * x.sigmoid()
+        x = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     elif features.map == "dpfp":
         r = torch.cat([x.clamp(min=0), (-x).clamp(min=0)], -1)
         x = torch.cat([r * torch.cat([r[..., -j:], r[..., :-j]], -1) for j in range(1, features.nu + 1)], -1)
@@ -53,13 +56,15 @@ def memory(rule, q, k, v, gates, W, z, mask, starts):
             W = torch.where(starts[:, t, None, None, None], 0, W)
             z = None if z is None else torch.where(starts[:, t, None, None], 0, z)
         old_W, old_z = W, z
-        beta, decay = (gates[name][:, t, :, None] if name in gates else None for name in ("beta", "decay"))
+        beta, decay = (gates[name][:, t] if name in gates else None for name in ("beta", "decay"))
+        beta, decay = (x if x is None or x.dim() == 3 else x[..., None] for x in (beta, decay))
+        share = gates["feedback"][:, t, :, None] if "feedback" in gates else 1
         fade = 1 - beta if rule == "gated" else decay
         if fade is not None:
             W, z = fade[..., None] * W, None if z is None else fade * z
         value = v[:, t]
-        if rule in ("delta", "gated_delta", "schlag2021"):
-            value = beta * (value - read(k[:, t], W, z))
+        if rule in ("delta", "gated_delta", "schlag2021", "comba"):
+            value = beta * (value - share * read(k[:, t], W, z))
         elif rule == "gated":
             value = beta * value
         W = W + k[:, t, :, :, None] * value[..., None, :]
@@ -89,12 +94,16 @@ class RandomCall:
         T = draw.choice([1, 2, 7, 33, 70])
         B, H, M = draw.choice([1, 2, 3]), draw.choice([1, 2]), draw.choice([1, 3, 8, 17])
         d = draw.choice([2, 3, 4, 8])
-        names = [("none", 0), ("elu", 0), ("relu", 0), ("dpfp", 1), ("dpfp", 2)]
+        names = [("none", 0), ("elu", 0), ("relu", 0), ("silu", 0), ("dpfp", 1), ("dpfp", 2)]
         name, nu = draw.choice(names)
         # ELU makes keys longer than 1, on which the delta rule grows without end unless they are divided by their sum.
-        total = draw.random() < 0.7 or (name == "elu" and "delta" in self.rule)
+        total = draw.random() < 0.7 or (name == "elu" and "beta" in RULES[self.rule].gate_names)
         logits = draw.random() < 0.5
         self.features = PLAIN if draw.random() < 0.4 else Features.named(name, nu, total, logits)
+        if self.features.map == "silu":
+            # Signed: sums of it may be next to 0.
+            self.normalization = None
+            self.features = Features.named("silu", logits=logits, l2=True, scale=0.5)
         packed = draw.random() < 0.3
         B = 1 if packed else B
         self.bounds = [0, *sorted(draw.randint(0, T) for _ in range(draw.choice([0, 1, 3]))), T] if packed else None
@@ -104,12 +113,17 @@ class RandomCall:
         # The length of a key is about 1.
         long = 1 if self.features.sum else d**-0.5
         self.tensors = {"q": raw(B, T, H, d) * long, "k": raw(B, T, H, d) * long, "v": torch.randn(B, T, H, M)}
+        self.decay = draw.choice(["decay", "log_decay"])
+        per_key = (D,) if draw.random() < 0.5 else ()
         for gate in RULES[self.rule].gate_names:
-            x = torch.rand(B, T, H) * 0.9 + (0.1 if gate == "decay" else 0)
-            self.tensors[gate] = x.logit() if self.features.logits else x
+            x = torch.rand(B, T, H, *(per_key if gate == "decay" else ())) * 0.9 + (0.1 if gate == "decay" else 0)
+            if gate == "decay" and self.decay == "log_decay":
+                self.tensors[self.decay] = x.log()
+            else:
+                self.tensors[gate] = x.logit() if self.features.logits else x
         gate_dtype = draw.choice([self.dtype, wide])
         for key, x in self.tensors.items():
-            self.tensors[key] = x.to(gate_dtype if x.dim() == 3 else self.dtype)
+            self.tensors[key] = x.to(self.dtype if key in ("q", "k", "v") else gate_dtype)
         if draw.random() < 0.5:
             self.tensors["W"] = (torch.randn(N, H, D, M) * 0.3).to(wide)
             if self.normalization:
@@ -128,8 +142,7 @@ class RandomCall:
             x["k"],
             x["v"],
             rule=self.rule,
-            beta=x.get("beta"),
-            decay=x.get("decay"),
+            **{key: x[key] for key in ("beta", "decay", "log_decay", "feedback") if key in x},
             normalization=self.normalization,
             cu_seqlens=None if self.bounds is None else torch.tensor(self.bounds),
             state=FastWeightState(x["W"], x.get("z")) if "W" in x else None,
@@ -145,8 +158,11 @@ class RandomCall:
     def expected(self):
         """Return the same by the loop, in float64 from the same inputs."""
         x = {key: tensor.double().requires_grad_() for key, tensor in self.tensors.items()}
-        q, k = (phi(x[key], self.features) for key in ("q", "k"))
-        gates = {key: x[key].sigmoid() if self.features.logits else x[key] for key in RULES[self.rule].gate_names}
+        q, k = phi(x["q"], self.features) * self.features.scale, phi(x["k"], self.features)
+        names = [key for key in RULES[self.rule].gate_names if key in x]
+        gates = {key: x[key].sigmoid() if self.features.logits else x[key] for key in names}
+        if "log_decay" in x:
+            gates["decay"] = x["log_decay"].exp()
         W = x["W"] if "W" in x else torch.zeros(self.state_shape, dtype=torch.float64)
         z = x["z"] if "z" in x else W.new_zeros(W.shape[:3]) if self.normalization else None
         bounds = [0, q.shape[1]] if self.bounds is None else self.bounds

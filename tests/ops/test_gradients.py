@@ -5,8 +5,8 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from fastweights.ops import chunked
-from fastweights.ops.rules import RULES, update_rule
-from tests.ops.calls import NORMALIZATIONS, PAIRS, random_call
+from fastweights.ops.rules import update_rule
+from tests.ops.calls import CALLS, NORMALIZATIONS, PAIRS, random_call
 
 
 def as_function(call, backend):
@@ -24,7 +24,7 @@ def test_gradcheck(rule, backend, normalization, monkeypatch):
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", CALLS)
 def test_reference_is_differentiable_twice(rule, normalization):
     call = random_call(rule, normalization, B=1, T=3, H=1, D=2, M=2).requiring_grad()
     assert gradgradcheck(as_function(call, "reference"), call.inputs())
@@ -38,11 +38,12 @@ def test_identity_sigma_of_1991_is_the_sum_rule():
     assert torch.equal(call.run()[1], W)
 
 
+@pytest.mark.parametrize("rule", ["gated_delta", "gated_delta per key", "gated_delta log per key"])
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
-def test_packed_gradcheck(backend, monkeypatch):
+def test_packed_gradcheck(backend, rule, monkeypatch):
     monkeypatch.setattr(chunked.OPERATOR, "chunk_length", lambda D, M: 3)
-    call = random_call("gated_delta", "attention", B=1, T=9, H=2, D=3, M=2)
-    start = random_call("gated_delta", "attention", B=3, H=2, D=3, M=2, seed=5)
+    call = random_call(rule, "attention", B=1, T=9, H=2, D=3, M=2)
+    start = random_call(rule, "attention", B=3, H=2, D=3, M=2, seed=5)
     call.state = start.state
     call = call.requiring_grad()
     bounds = torch.tensor([0, 4, 4, 9])

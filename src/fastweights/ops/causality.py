@@ -29,24 +29,28 @@ def forward(
     tokens: Tokens,
     W: Tensor,
     cu_seqlens: Tensor | None,
+    log: bool,
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, the final W and the states before chunks of `run(tokens, W, cu_seqlens, *settings)`.
+    """Return y, the final W and the states before chunks of `run(tokens, W, cu_seqlens, log, *settings)`.
 
-    `run` returns these three and whether y is finite, as it never is where any input is not.
+    `run` returns these three and whether y is finite, as it never is where any input is not. `log` says that decays are
+    logarithms.
     """
-    y, W_end, before, finite = run(tokens, W, cu_seqlens, *settings)
+    y, W_end, before, finite = run(tokens, W, cu_seqlens, log, *settings)
     if finite:
         return y, W_end, before
+    if tokens[0].shape[2] != tokens[2].shape[2]:
+        return forward(run, chunk_starts, _with_all_heads(tokens), W, cu_seqlens, log, *settings)
     q, *written = tokens
-    time = _Timeline(q, tokens[3], cu_seqlens)
+    time = _Timeline(q, tokens[3], log, cu_seqlens)
     W_spoilt = time.place(time.starts, spoilt_states(W)[time.filled])
     spoilt = spoilt_tokens(*written) | W_spoilt & ~time.emptied
     while True:
         depends = time.reached_from(spoilt)
         unread = depends | spoilt_tokens(q)
         clean = (_fill(q, unread), *(None if x is None else _fill(x, depends) for x in written))
-        y_clean, W_clean, before_clean, finite = run(clean, _finite(W), cu_seqlens, *settings)
+        y_clean, W_clean, before_clean, finite = run(clean, _finite(W), cu_seqlens, log, *settings)
         overflow = spoilt_tokens(y_clean) & ~unread
         if finite or not overflow.any():
             break
@@ -73,19 +77,24 @@ def backward(
     tokens: Tokens,
     before: Tensor,
     cu_seqlens: Tensor | None,
+    log: bool,
     *settings: Any,
 ) -> list[Tensor]:
-    """Return the gradients of `run(dy, dW, tokens, before, cu_seqlens, *settings)`.
+    """Return the gradients of `run(dy, dW, tokens, before, cu_seqlens, log, *settings)`.
 
     `run` returns these, and whether those of q and k are finite, as they never are where any input is not.
     """
-    grads, finite = run(dy, dW, tokens, before, cu_seqlens, *settings)
+    grads, finite = run(dy, dW, tokens, before, cu_seqlens, log, *settings)
     if finite:
         return grads
+    if (n := tokens[2].shape[2] // tokens[0].shape[2]) > 1:
+        all_heads = _with_all_heads(tokens)
+        dq, dk, *rest = backward(run, chunk_starts, dy, dW, all_heads, before, cu_seqlens, log, *settings)
+        return [*(x.unflatten(2, (-1, n)).sum(3) for x in (dq, dk)), *rest]
     dy_, dW_, *tokens_, before_ = (None if x is None else _finite(x) for x in (dy, dW, *tokens, before))
-    clean, _ = run(dy_, dW_, tokens_, before_, cu_seqlens, *settings)
+    clean, _ = run(dy_, dW_, tokens_, before_, cu_seqlens, log, *settings)
     q, k, v, a, e, w = tokens
-    time = _Timeline(q, a, cu_seqlens)
+    time = _Timeline(q, a, log, cu_seqlens)
     chunks = _index(chunk_starts())
     state_spoilt = time.place(chunks, spoilt_states(before[: len(chunks[0])]))
     # Tokens whose memory, after or before them, depends on what is not finite.
@@ -110,10 +119,17 @@ def backward(
     return [_choose(*choice) for choice in zip([*given, start_depends], grads, clean, strict=True)]
 
 
+def _with_all_heads(tokens: Tokens) -> Tokens:
+    """Return the same with a head of q and k for each head of v."""
+    q, k, v, *gates = tokens
+    n = v.shape[2] // q.shape[2]
+    return q.repeat_interleave(n, 2), k.repeat_interleave(n, 2), v, *gates  # type: ignore[return-value]
+
+
 class _Timeline:
     """Which tokens (B, T, H) can depend on which: those of one sequence between two times at which it is emptied."""
 
-    def __init__(self, q: Tensor, a: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    def __init__(self, q: Tensor, a: Tensor | None, log: bool, cu_seqlens: Tensor | None) -> None:
         B, T, H, _ = q.shape
         bounds = [(row, 0, T) for row in range(B)]
         if cu_seqlens is not None:
@@ -124,7 +140,10 @@ class _Timeline:
         self.ends = _index([(bounds[n][0], bounds[n][2] - 1) for n in self.filled])
         self.tokens = torch.zeros(B, T, H, dtype=torch.bool, device=q.device)
         self.first = self.place(self.starts, True)
-        self.emptied = torch.zeros_like(self.tokens) if a is None else a == 0
+        self.emptied = self.tokens
+        if a is not None:
+            shut = (a.exp() if log else a) == 0
+            self.emptied = shut if shut.dim() == 3 else shut.all(-1)
 
     def place(self, index: tuple[list[int], list[int]], values: Tensor | bool) -> Tensor:
         """Return (B, T, H) with `values` at these tokens, and False elsewhere."""

@@ -24,7 +24,10 @@ Optional3 = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Recurrence(Protocol):
-    """Computes y (B, T, H, M) in `dtype` and the final W (N, H, D, M) for coefficients (B, T, H); W None is zeros."""
+    """Computes y (B, T, H, M) in `dtype` and the final W (N, H, D, M) for coefficients (B, T, H); W None is zeros.
+
+    The decays a may also be one per key channel, (B, T, H, D), for backends that do not refuse that.
+    """
 
     def __call__(
         self,
@@ -47,10 +50,13 @@ def outside(rule: Rule) -> str | None:
     return None
 
 
-def executable(spec: Spec, *recurrences: Recurrence, most: int | None = None) -> Executable:
-    """Return what runs calls of this spec on the recurrences that `parts` lists, or on one that serves for all."""
+def executable(spec: Spec, *recurrences: Recurrence, most: int | None = None, logs: bool = False) -> Executable:
+    """Return what runs calls of this spec on the recurrences that `parts` lists, or on one that serves for all.
+
+    With `logs` these take the natural logarithms of decays.
+    """
     if spec.normalized or spec.starts is not None:
-        return lambda inputs: run(inputs, *recurrences, most=most)
+        return lambda inputs: run(inputs, *recurrences, most=most, logs=logs)
     rule, recurrence, logits, wide, dtype = (
         spec.rule,
         recurrences[0],
@@ -60,23 +66,27 @@ def executable(spec: Spec, *recurrences: Recurrence, most: int | None = None) ->
     )
 
     def run_one(inputs: Inputs) -> tuple[Tensor, Tensor, None]:
-        a, e, w = coefficients_of(rule, inputs.gates, logits, wide)
+        a, e, w = coefficients_of(rule, inputs.gates, logits, wide, logs)
         y, W = recurrence(inputs.q, inputs.k, inputs.v, a, e, w, inputs.W, inputs.cu_seqlens, dtype)
         return y, W, None
 
     return run_one
 
 
-def run(inputs: Inputs, *recurrences: Recurrence, most: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def run(
+    inputs: Inputs, *recurrences: Recurrence, most: int | None = None, logs: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute y, the final W and z of a rule of the family.
 
-    `recurrences` are one for each of `parts`, in its order, or one for all; `most` is how many values they can have.
+    `recurrences` are one for each of `parts`, in its order, or one for all; `most` is how many values they can have,
+    and `logs` says that they take logarithms of decays.
     """
+    inputs = inputs.expanded() if inputs.normalized else inputs
     first, second, third = recurrences if len(recurrences) == 3 else (recurrences[0], recurrences[-1], recurrences[-1])
     q, k, v, packed = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
     logits, wide = inputs.features.logits, inputs.state_dtype
-    fading, e, w = coefficients_of(inputs.rule, inputs.gates, logits, wide)
-    a = _with_starts(inputs, fading)
+    fading, e, w = coefficients_of(inputs.rule, inputs.gates, logits, wide, logs)
+    a = _with_starts(inputs, fading, logs)
     if not inputs.normalized:
         y, W = first(q, k, v, a, e, w, inputs.W, packed, q.dtype)
         return y, W, None
@@ -107,7 +117,10 @@ def run(inputs: Inputs, *recurrences: Recurrence, most: int | None = None) -> tu
             q, k, v = q_, k_, v.to(wide)
         # a_t z_{t-1} obeys the recurrence with each key one step late.
         late = _late(k_, packed, inputs.starts)
-        recalled, _ = first(k_, late, one, a, None, a, z[..., None], packed, wide)
+        kept = a.exp() if logs and a is not None else a
+        if kept is not None and kept.dim() == 4:
+            late, kept = kept * late, None
+        recalled, _ = first(k_, late, one, a, None, kept, z[..., None], packed, wide)
         total, z = second(q_, k_, one, a, None, None, z[..., None], packed, wide)
         z = z[..., 0]
         y, W = third(q, k, v, a, safe_divide(e, recalled[..., 0]), w, W, packed, wide)
@@ -156,19 +169,45 @@ def coefficients(inputs: Inputs) -> Optional3:
     return _with_starts(inputs, a), e, w
 
 
-def _with_starts(inputs: Inputs, a: Tensor | None) -> Tensor | None:
-    """Return the rule's decay, and 0 where a text starts: a memory that fades to nothing is empty, exactly."""
+def _with_starts(inputs: Inputs, a: Tensor | None, logs: bool = False) -> Tensor | None:
+    """Return the rule's decay, and 0 where a text starts: a memory that fades to nothing is empty, exactly.
+
+    With `logs` these are logarithms.
+    """
     if inputs.starts is None:
         return a
     if a is None:
-        a = torch.ones(inputs.q.shape[:3], dtype=inputs.state_dtype, device=inputs.q.device)
+        a = torch.ones(inputs.v.shape[:3], dtype=inputs.state_dtype, device=inputs.q.device)
     # Not a product: the gradient of a decay at which the memory was emptied is 0, whatever the memory held.
-    return a.masked_fill(inputs.starts.unsqueeze(-1), 0)
+    starts = inputs.starts.reshape(*inputs.starts.shape, *(1,) * (a.dim() - 2))
+    return a.masked_fill(starts, LOG_OF_ZERO if logs else 0)
 
 
-def coefficients_of(rule: Rule, gates: dict[str, Tensor], logits: bool, wide: torch.dtype) -> Optional3:
-    """Return the same from gates alone; those that are no logits are first made `wide`."""
+# Stands for minus infinity where decays are logarithms: its exponential is 0 in every dtype, and sums of it are finite.
+LOG_OF_ZERO = -2000.0
+
+
+def in_logarithms(spec: Spec) -> bool:
+    """Return whether the decays of a call come as logarithms, and can go to a recurrence as such."""
+    assert spec.rule.coefficients is not None
+    ones = {name: torch.ones(()) for name in spec.rule.gate_names}
+    a, e, w = spec.rule.coefficients(**ones)
+    fading = [ones[spec.rule.logarithms[name]] for name, *_ in spec.gates if name in spec.rule.logarithms]
+    return len(fading) == 1 and a is fading[0] and a is not e and a is not w
+
+
+def coefficients_of(
+    rule: Rule, gates: dict[str, Tensor], logits: bool, wide: torch.dtype, logs: bool = False
+) -> Optional3:
+    """Return the same from gates alone; those that are no logits are first made `wide`. With `logs`, a is its log."""
     assert rule.coefficients is not None
+    if logs or any(name in rule.logarithms for name in gates):
+        gates = {name: x.to(wide) for name, x in gates.items()}
+        if not logs:
+            gates = rule.gates_from(gates)
+        else:
+            names = rule.logarithms
+            gates = {names.get(n, n): x.clamp(min=LOG_OF_ZERO) if n in names else x for n, x in gates.items()}
     if logits:
         found = rule.coefficients(**{name: _Logit(gate) for name, gate in gates.items()})
         a, e, w = (None if c is None else c.x for c in found)  # type: ignore[attr-defined]

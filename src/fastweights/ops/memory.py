@@ -11,6 +11,7 @@ from torch import Tensor
 from fastweights.common.tables import look_up
 from fastweights.ops import backends
 from fastweights.ops.features import PLAIN, Features, MapFeatures
+from fastweights.ops.product import reading_last, spread, writes_per_token
 from fastweights.ops.rules import RULES, Rule, update_rule
 from fastweights.ops.spec import Inputs, Spec
 from fastweights.ops.state import FastWeightState
@@ -48,7 +49,8 @@ def fast_weight_memory(
     Args:
         q: queries (B, T, H, D), already mapped by phi (and sum-normalised where wanted).
         k: keys (B, T, H, D), likewise.
-        v: values (B, T, H, M).
+        v: values (B, T, H, M), or of n times as many heads, as gates and state then have: every n of them share a head
+            of q and k.
         rule: a name from `list_rules()`, or `update_rule(name, **options)`.
         normalization: None, or "attention" (Eqs. 18-19, and 26-28 where the rule removes).
         cu_seqlens: bounds (N + 1,) of N sequences packed along T with B = 1, as in FlashAttention; N states.
@@ -64,7 +66,14 @@ def fast_weight_memory(
                 fast_weight_memory(q, k, v, beta=beta.float().sigmoid(), ...)
         in_place: the given state is not needed any more, and may be overwritten by the one that is returned.
         **gates: the rule's gates, such as `beta` and `decay`, of shape (B, T, H) each; float32 is welcome beside
-            16-bit q, k and v.
+            16-bit q, k and v. A `decay` may also be one per key channel, (B, T, H, D), and `log_decay`, its natural
+            logarithm, may stand in its place: near 0 it keeps digits that a decay next to 1 has no room for.
+            `rule="gated_delta"` is then Kimi Delta Attention and `rule="decay"` is gated linear attention. With `beta`
+            up to 2, and keys of length 1, the delta rule does not just remove what is stored under a key but can turn
+            its sign: 1 - beta is an eigenvalue of what multiplies the memory.
+
+    k and v, and with them the gates that do not fade, may have n times the tokens of q: the memory then fades once a
+    token, is written n times and read once (DeltaProduct).
 
     `torch.func` (vmap, grad, jvp, ...) and forward-mode differentiation work with every rule; they go through the
     backend `reference`, whichever is asked for.
@@ -94,8 +103,10 @@ def fast_weight_memory(
     # Checks and the choice of kernels take longer than the smaller kernels: once for each spec.
     run = backends.EXECUTABLES.get((spec, name)) if spec.eager else None
     if run is None:
-        _check(inputs)
-        run = backends.prepare(spec, name)
+        several = writes_per_token(inputs) > 1
+        steps = spread(inputs) if several else inputs
+        _check(steps)
+        run = reading_last(backends.prepare(Spec.of(steps), name)) if several else backends.prepare(spec, name)
         if spec.eager:
             if len(backends.EXECUTABLES) >= MOST_EXECUTABLES:
                 backends.EXECUTABLES.clear()
@@ -149,33 +160,37 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         _check_device(name, x, q)
     if k.shape != q.shape:
         raise ValueError(f"k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}")
-    if v.shape[:3] != q.shape[:3]:
-        raise ValueError(
-            f"v must have shape {_shape(*q.shape[:3], 'M')} to go with q {tuple(q.shape)}, got {tuple(v.shape)}"
-        )
     if min(q.shape) == 0 or min(v.shape) == 0:
         raise ValueError(f"every size must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
+    if v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
+        raise ValueError(
+            f"v must have shape {_shape(*q.shape[:3], 'M')} to go with q {tuple(q.shape)}, or a multiple of its heads, "
+            f"got {tuple(v.shape)}"
+        )
 
 
 def _check_gates(inputs: Inputs) -> None:
-    rule, q, gates = inputs.rule, inputs.q, inputs.gates
+    rule, q, heads, gates = inputs.rule, inputs.q, inputs.v.shape[:3], inputs.gates
     D = inputs.features.size(q.shape[3])
     for gate in rule.gates:
-        axes, shape = ("(B, T, H)", q.shape[:3]) if gate.per == "head" else ("(B, T, H, D)", (*q.shape[:3], D))
-        if gate.name not in gates:
-            raise ValueError(f"rule {rule.name!r} needs {gate.name} of shape {tuple(shape)}, got None")
-        x = gates[gate.name]
+        axes, shape = ("(B, T, H)", heads) if gate.per == "head" else ("(B, T, H, D)", (*heads, D))
+        given = [name for name in (gate.name, f"log_{gate.name}") if name in gates and name in rule.idle]
+        if len(given) != 1:
+            what = f"not both {' and '.join(given)}" if given else "got None"
+            raise ValueError(f"rule {rule.name!r} needs {gate.name} of shape {tuple(shape)}, {what}")
+        name, x = given[0], gates[given[0]]
         if not isinstance(x, Tensor):
-            raise TypeError(f"{gate.name} must be a tensor of shape {tuple(shape)}, got {type(x).__name__}")
-        if x.shape != shape:
-            raise ValueError(f"{gate.name} must have shape {axes} = {tuple(shape)}, got {tuple(x.shape)}")
+            raise TypeError(f"{name} must be a tensor of shape {tuple(shape)}, got {type(x).__name__}")
+        if x.shape != shape and not (gate.fades and x.shape == (*heads, D)):
+            more = f" or (B, T, H, D) = {(*heads, D)}" if gate.fades else ""
+            raise ValueError(f"{name} must have shape {axes} = {tuple(shape)}{more}, got {tuple(x.shape)}")
         if x.dtype not in (q.dtype, torch.promote_types(q.dtype, torch.float32)):
-            raise TypeError(f"{gate.name} has dtype {x.dtype} beside q of {q.dtype}; cast it to {q.dtype}")
-        _check_device(gate.name, x, q)
+            raise TypeError(f"{name} has dtype {x.dtype} beside q of {q.dtype}; cast it to {q.dtype}")
+        _check_device(name, x, q)
     for name in gates:
-        if name not in rule.gate_names:
+        if name not in rule.idle:
             takes = " and ".join(rule.gate_names) or "no gates"
-            known = {gate for other in RULES.values() for gate in other.gate_names}
+            known = {gate for other in RULES.values() for gate in other.idle}
             if name not in known:
                 look_up(dict.fromkeys((*sorted(known), *_ARGUMENTS)), name, "argument of fast_weight_memory")
             raise ValueError(
@@ -224,7 +239,7 @@ def _check_state(inputs: Inputs) -> None:
         return
     q, cu_seqlens, dtype = inputs.q, inputs.cu_seqlens, inputs.state_dtype
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    shape = (N, q.shape[2], inputs.features.size(q.shape[3]), inputs.v.shape[3])
+    shape = (N, inputs.v.shape[2], inputs.features.size(q.shape[3]), inputs.v.shape[3])
     if inputs.normalized != (inputs.z is not None):
         has, wants = ("no z", "needs one") if inputs.normalized else ("a z", "has none")
         raise ValueError(f"state has {has} but this call {wants}; it comes from another normalization")

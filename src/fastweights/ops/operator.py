@@ -115,7 +115,7 @@ class Operator:
         """Return an empty memory."""
         q, v = tokens[0], tokens[2]
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-        shape = (N, q.shape[2], self.state_size(q, *settings), v.shape[3])
+        shape = (N, v.shape[2], self.state_size(q, *settings), v.shape[3])
         return torch.zeros(shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
 
     def _custom_gradients(self, ctx: Any, dy: Tensor | None, dW: Tensor | None, *_: Any) -> Gradients:
@@ -133,7 +133,7 @@ class Operator:
         """
         dims = [*dims, *[None] * len(self.axes)]
         tensors, settings = args[: len(self.axes)], args[len(self.axes) :]
-        at_once = max(1, _MOST_HEADS // args[2].shape[2])
+        at_once = max(1, _MOST_HEADS // args[4].shape[2])
 
         def widened(x: Tensor | None, dim: int | None, axis: int, first: int, count: int) -> Tensor | None:
             if x is None:
@@ -262,7 +262,10 @@ def _gradients_by_custom_op(
 
 
 class ChunkedOperator(Operator):
-    """The operator of a backend that keeps one state before each chunk, whose length `chunk_length(D, M)` says."""
+    """The operator of a backend that keeps one state before each chunk, whose length `chunk_length(D, M)` says.
+
+    With decays per key channel a chunk has at most `longest_per_key` tokens.
+    """
 
     def __init__(
         self,
@@ -271,13 +274,14 @@ class ChunkedOperator(Operator):
         backward: Callable[..., Any],
         chunk_length: Callable[[int, int], int],
         device_types: str | None = None,
+        longest_per_key: int | None = None,
     ) -> None:
-        def fake(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, chunk):  # type: ignore[no-untyped-def]
+        def fake(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, chunk, log=False):  # type: ignore[no-untyped-def]
             count = number_of_chunks(q, chunk, cu_seqlens) if keep else 0
             return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), W.new_empty((count, *W.shape[1:]))
 
         super().__init__(name, forward, backward, fake, device_types=device_types)
-        self.chunk_length = chunk_length
+        self.chunk_length, self.longest_per_key = chunk_length, longest_per_key
 
     def recurrence(
         self,
@@ -291,11 +295,14 @@ class ChunkedOperator(Operator):
         cu_seqlens: Tensor | None,
         dtype: torch.dtype,
         eager: bool = False,
+        log: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the recurrence, as `ops.family.Recurrence` has it."""
+        """Compute the recurrence, as `ops.family.Recurrence` has it; with `log`, a is the logarithm of the decays."""
         chunk = self.chunk_length(k.shape[-1], v.shape[-1])
+        if self.longest_per_key is not None and a is not None and a.dim() == 4:
+            chunk = min(chunk, self.longest_per_key)
         inputs = (q, k, v, a, e, w, W)
-        y, W_end = self.bind((chunk,), eager, wants_gradients(*inputs))(*inputs, cu_seqlens, dtype)
+        y, W_end = self.bind((chunk, log), eager, wants_gradients(*inputs))(*inputs, cu_seqlens, dtype)
         return y, W_end
 
 

@@ -28,7 +28,7 @@ def _run_batch(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
     rule, dtype, (W, z) = inputs.rule, inputs.state_dtype, inputs.initial_state()
     # Unbound at once: the gradient of a slice is as large as the whole, and there are T of them.
     q, k, v = (x.to(dtype).unbind(1) for x in (inputs.q, inputs.k, inputs.v))
-    wide = {name: gate.to(dtype) for name, gate in inputs.gates.items()}
+    wide = rule.gates_from({name: gate.to(dtype) for name, gate in inputs.gates.items()})
     gates = {name: (gate if gate.dim() == 4 else gate.unsqueeze(-1)).unbind(1) for name, gate in wide.items()}
     outputs = []
     for t in range(len(q)):

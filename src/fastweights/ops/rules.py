@@ -1,8 +1,8 @@
 """The update rules: how one step of key, value and gates changes the fast weights.
 
-Shapes of one step: W (B, H, D, M), k (B, H, D), v (B, H, M), gates (B, H, 1). `D` is the paper's d_dot, `M` its
-d_value; W is stored key-major, so the paper's `W k` reads `k @ W` here. `read(W, k)` is the value that the memory holds
-under k, Eq. 20, or Eq. 27 under attention normalisation.
+Shapes of one step: W (B, H, D, M), k (B, H, D), v (B, H, M), gates (B, H, 1) or (B, H, D). `D` is the paper's d_dot,
+`M` its d_value; W is stored key-major, so the paper's `W k` reads `k @ W` here. `read(W, k)` is the value that the
+memory holds under k, Eq. 20, or Eq. 27 under attention normalisation.
 
 A rule is one entry of `RULES`: its step in plain PyTorch and, where it belongs to the family
 
@@ -14,9 +14,10 @@ the coefficients (a, e, w) from which every fast backend computes it. To add a r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -36,21 +37,26 @@ class Gate:
         idle: the value at which the gate leaves the memory as it is; padding gets it.
         per: "head" for one number a head, (B, T, H), or "key" for one a key channel, (B, T, H, D).
         bias: where the logits start in a layer, from the first head to the last; None for no bias.
+        fades: whether it multiplies the memory. Such a gate may be given per head or per key channel, and instead of
+            it its natural logarithm under the name `log_NAME`.
     """
 
     name: str
     idle: float
     per: Literal["head", "key"] = "head"
     bias: tuple[float, float] | None = None
+    fades: bool = False
 
 
 BETA = Gate("beta", idle=0.0)
 # Memories that at first last from about ten to a few hundred steps, one span per head.
-DECAY = Gate("decay", idle=1.0, bias=(2.0, 6.0))
+DECAY = Gate("decay", idle=1.0, bias=(2.0, 6.0), fades=True)
+
+FEEDBACK = Gate("feedback", idle=1.0, bias=(1.0, 1.0))
 
 
 class Coefficients(NamedTuple):
-    """Per-step (a, e, w) of the family; None stands for a = 1, e = 0, w = 1."""
+    """Per-step (a, e, w) of the family; None stands for a = 1, e = 0, w = 1. `decay` may be one per key channel."""
 
     decay: Tensor | None = None
     erase: Tensor | None = None
@@ -74,6 +80,22 @@ class Rule:
     def gate_names(self) -> tuple[str, ...]:
         """The names of its gates, in order."""
         return tuple(gate.name for gate in self.gates)
+
+    @cached_property
+    def logarithms(self) -> dict[str, str]:
+        """The names under which gates may be given as natural logarithms, and the names of those gates."""
+        return {f"log_{gate.name}": gate.name for gate in self.gates if gate.fades}
+
+    @cached_property
+    def idle(self) -> dict[str, float]:
+        """The value of each gate, and of each logarithm, that leaves the memory as it is."""
+        values = {gate.name: gate.idle for gate in self.gates}
+        return {**values, **{log: math.log(values[name]) for log, name in self.logarithms.items()}}
+
+    def gates_from(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the gates themselves, of which some may be given as logarithms."""
+        logs = self.logarithms
+        return {logs.get(name, name): x.exp() if name in logs else x for name, x in given.items()}
 
     @property
     def only_adds(self) -> bool:
@@ -193,14 +215,26 @@ def gated_rule(W: Tensor, k: Tensor, v: Tensor, read: Read, beta: Tensor) -> Ten
     lambda beta, decay: Coefficients(decay=decay, erase=beta, write=beta),
 )
 def gated_delta_rule(W: Tensor, k: Tensor, v: Tensor, read: Read, beta: Tensor, decay: Tensor) -> Tensor:
-    """The delta rule on a memory that first fades: W <- decay W, then W + beta (v - v_bar) ⊗ k."""
+    """The delta rule on a memory that first fades: W <- decay W, then W + beta (v - v_bar) ⊗ k; per key, KDA."""
     W = decay.unsqueeze(-1) * W
     return W + outer(k, beta * (v - read(W, k)))
 
 
+@register_rule(
+    "comba",
+    "Hu et al. 2025",
+    (BETA, DECAY, FEEDBACK),
+    lambda beta, decay, feedback: Coefficients(decay=decay, erase=beta * feedback, write=beta),
+)
+def comba_rule(W: Tensor, k: Tensor, v: Tensor, read: Read, beta: Tensor, decay: Tensor, feedback: Tensor) -> Tensor:
+    """W <- decay W, then W + beta (v - feedback v_bar) ⊗ k: gated delta that takes back a share of v_bar only."""
+    W = decay.unsqueeze(-1) * W
+    return W + outer(k, beta * (v - feedback * read(W, k)))
+
+
 @register_rule("decay", "Sun et al. 2023", (DECAY,), lambda decay: Coefficients(decay=decay))
 def decay_rule(W: Tensor, k: Tensor, v: Tensor, read: Read, decay: Tensor) -> Tensor:
-    """decay W + v ⊗ k: the sum rule on a memory that fades (RetNet)."""
+    """decay W + v ⊗ k: the sum rule on a memory that fades (RetNet; with decays per key, gated linear attention)."""
     return decay.unsqueeze(-1) * W + outer(k, v)
 
 

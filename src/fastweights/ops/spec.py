@@ -24,11 +24,12 @@ from fastweights.ops.rules import Rule
 class Inputs:
     """The tensors of one call.
 
-    q, k (B, T, H, D), v (B, T, H, M), gates (B, T, H) each, or (B, T, H, D) where a gate is one per key channel. W
-    (N, H, D, M) and z (N, H, D) are None for zeros. Where `mask` (B, T) is False, q, k and v are zero and the gates
-    idle already; only a rule outside the family has to look at it. Where `starts` (B, T) is True, W and z are emptied
-    before that token. q, k and the gates may be raw: `features` are what they have to go through first, and D is the
-    size they have then. With `in_place` the memory of W and z may be used again for what they become.
+    q, k (B, T, H, D), v (B, T, H, M), gates (B, T, H) each, or (B, T, H, D) where a gate is one per key channel; some
+    under the names of their logarithms. v, gates, W and z may have a multiple of the heads of q and k. W (N, H, D, M)
+    and z (N, H, D) are None for zeros. Where `mask` (B, T) is False, q, k and v are zero and the gates idle already;
+    only a rule outside the family has to look at it. Where `starts` (B, T) is True, W and z are emptied before that
+    token. q, k and the gates may be raw: `features` are what they have to go through first, and D is the size they have
+    then. With `in_place` the memory of W and z may be used again for what they become.
     """
 
     rule: Rule
@@ -61,7 +62,8 @@ class Inputs:
             return self
         dtype = self.state_dtype if self.normalized and not self.q.is_cuda else self.v.dtype
         q, k = self.features.apply(self.q.to(dtype), self.k.to(dtype), self.normalized)
-        gates = {name: self.features.gate(gate) for name, gate in self.gates.items()}
+        logs = self.rule.logarithms
+        gates = {name: gate if name in logs else self.features.gate(gate) for name, gate in self.gates.items()}
         q, k, v = q.to(dtype), k.to(dtype), self.v.to(dtype)
         return replace(self, q=q, k=k, v=v, gates=gates, features=PLAIN)
 
@@ -71,11 +73,18 @@ class Inputs:
             return self
         hidden = ~self.mask[..., None]
         q, k, v = (x.masked_fill(hidden.unsqueeze(-1), 0) for x in (self.q, self.k, self.v))
-        gates = {}
-        for gate in self.rule.gates:
-            x = self.gates[gate.name]
-            gates[gate.name] = x.masked_fill(hidden if x.dim() == 3 else hidden.unsqueeze(-1), gate.idle)
+        gates = {
+            name: x.masked_fill(hidden if x.dim() == 3 else hidden.unsqueeze(-1), self.rule.idle[name])
+            for name, x in self.gates.items()
+        }
         return replace(self, q=q, k=k, v=v, gates=gates)
+
+    def expanded(self) -> Inputs:
+        """Return the same with a head of q and k for each head of v."""
+        n = self.v.shape[2] // self.q.shape[2]
+        if n == 1:
+            return self
+        return replace(self, q=self.q.repeat_interleave(n, 2), k=self.k.repeat_interleave(n, 2))
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -87,7 +96,7 @@ class Inputs:
         W, z = self.W, self.z
         if W is None:
             N = self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
-            shape = (N, self.q.shape[2], self.features.size(self.q.shape[3]), self.v.shape[3])
+            shape = (N, self.v.shape[2], self.features.size(self.q.shape[3]), self.v.shape[3])
             W = torch.zeros(shape, dtype=self.state_dtype, device=self.q.device)
         if self.normalized and z is None:
             z = torch.zeros(W.shape[:3], dtype=W.dtype, device=W.device)
@@ -194,8 +203,13 @@ class Spec(NamedTuple):
 
     @property
     def H(self) -> int:
-        """Heads."""
-        return self.shape[2]
+        """Heads of v, gates and state; those of q and k may be fewer."""
+        return int(self.v[0][2])
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several heads share a head of q and k."""
+        return self.shape[2] != self.H
 
     @property
     def M(self) -> int:
@@ -212,10 +226,27 @@ class Spec(NamedTuple):
         """Whether sequences are packed along time."""
         return self.cu_seqlens is not None
 
+    @property
+    def per_key(self) -> bool:
+        """Whether a gate is one per key channel."""
+        return any(len(shape) == 4 for _, shape, *_ in self.gates)
+
+    @property
+    def logarithms(self) -> bool:
+        """Whether a gate is given as its natural logarithm."""
+        return any(name in self.rule.logarithms for name, *_ in self.gates)
+
     def mapped(self) -> Spec:
         """Describe the same call after `Inputs.mapped`, as far as a choice of kernels depends on it."""
         shape = (*self.shape[:3], self.D)
-        return self._replace(shape=shape, stride=(), k=(shape, self.dtype, self.device, ()), features=PLAIN)
+        return self._with_keys(shape)._replace(features=PLAIN)
+
+    def expanded(self) -> Spec:
+        """Describe the same call after `Inputs.expanded`."""
+        return self._with_keys((*self.shape[:2], self.H, self.shape[3]))
+
+    def _with_keys(self, shape: tuple[int, ...]) -> Spec:
+        return self._replace(shape=shape, stride=(), k=(shape, self.dtype, self.device, ()))
 
 
 # y (B, T, H, M), W (N, H, D, M) and, under attention normalisation, z (N, H, D).
@@ -266,6 +297,19 @@ def mapping_first(prepare: Prepare) -> Prepare:
         return answer if isinstance(answer, Refusal) else after_mapping(answer)
 
     return prepare_mapped
+
+
+def expanding_first(prepare: Prepare) -> Prepare:
+    """Let a backend that takes as many heads of q and k as of v run calls in which several share one."""
+
+    @wraps(prepare)
+    def prepare_expanded(spec: Spec) -> Executable | Refusal:
+        if not spec.grouped:
+            return prepare(spec)
+        answer = prepare(spec.expanded())
+        return answer if isinstance(answer, Refusal) else lambda inputs: answer(inputs.expanded())
+
+    return prepare_expanded
 
 
 def after_mapping(run: Executable) -> Executable:

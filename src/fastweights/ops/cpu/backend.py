@@ -20,8 +20,8 @@ from fastweights.ops.cpu.build import failure, library, unavailable
 from fastweights.ops.operator import ChunkedOperator, number_of_chunks
 from fastweights.ops.spec import Backend, Executable, Refusal, Spec, mapping_first
 
-# The features of each tensor, by the last letter of its name and of its gradient's: none for the coefficients.
-SIZES = {"q": "D", "k": "D", "v": "M", "y": "M", "a": None, "e": None, "w": None}
+# With decays per key channel, the work within a chunk grows with its length as that of every product of keys does.
+LONGEST_PER_KEY = 32
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NO_MEMORY, FINITE = 0, 1
 
@@ -55,34 +55,42 @@ class Call(ctypes.Structure):
     """One call to the C++: sizes, the bounds of the sequences in time, and tensors by name."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("N", "H", "D", "M", "C", "packed")),
+        *((name, ctypes.c_int64) for name in ("N", "H", "D", "M", "C", "packed", "group", "per_key", "log")),
         ("bounds", ctypes.POINTER(ctypes.c_int64)),
         *((name, View) for name in ("q", "k", "v", "a", "e", "w", "y", "dy", "dq", "dk", "dv", "da", "de", "dw")),
         *((name, ctypes.c_void_p) for name in ("W", "W_end", "before", "dW_end", "dW_start", "after")),
     )
 
 
-def _call(name: str, chunk: int, cu_seqlens: Tensor | None, views: dict[str, Tensor | None], **states: Any) -> bool:
+def _call(
+    name: str, chunk: int, log: bool, cu_seqlens: Tensor | None, views: dict[str, Tensor | None], **states: Any
+) -> bool:
     """Run `name` of the library, and say whether y, or the gradients of q and k, are finite.
 
     The tensors are alive until it returns, because the caller holds them.
     """
-    q, v = views["q"], views["v"]
+    q, v, a = views["q"], views["v"], views["a"]
     assert q is not None and v is not None
-    (B, T, H, D), M = q.shape, v.shape[-1]
+    (B, T, heads, D), (H, M) = q.shape, v.shape[2:]
+    per_key = a is not None and a.dim() == 4
     bounds = [T * i for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     N, wide = len(bounds) - 1, states["before"].dtype
-    call = Call(N, H, D, M, chunk, cu_seqlens is not None, (ctypes.c_int64 * len(bounds))(*bounds))
+    sizes = (N, H, D, M, chunk, cu_seqlens is not None, H // heads, per_key, log)
+    call = Call(*sizes, (ctypes.c_int64 * len(bounds))(*bounds))
     # The C++ believes what it is told, so everything it will read or write through is checked here.
     if cu_seqlens is not None and (bounds[0] != 0 or bounds[-1] != T or any(a > b for a, b in pairwise(bounds))):
         raise ValueError(f"cu_seqlens must rise from 0 to T = {T}, got {bounds[:20]}")
     if wide not in (torch.float32, torch.float64):
         raise TypeError(f"the state must be float32 or float64, got {wide}")
+    if H % heads:
+        raise ValueError(f"the heads of v must be a multiple of those of q, got {H} and {heads}")
+    # By the last letter of a tensor's name, which is that of its gradient's, too.
+    keyed, valued = (heads, D), (H, M)
+    shapes = {"q": keyed, "k": keyed, "v": valued, "y": valued, "a": (H, D) if per_key else (H,), "e": (H,), "w": (H,)}
     for key, x in views.items():
         if x is None:
             continue
-        size = SIZES[key[-1]]
-        wanted = (B, T, H, *(() if size is None else (D,) if size == "D" else (M,)))
+        wanted = (B, T, *shapes[key[-1]])
         if x.shape != wanted:
             raise ValueError(f"{key} must have shape {wanted} beside q {tuple(q.shape)}, got {tuple(x.shape)}")
         setattr(call, key, View.of(x))
@@ -98,8 +106,8 @@ def _call(name: str, chunk: int, cu_seqlens: Tensor | None, views: dict[str, Ten
     return bool(outcome == FINITE)
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _rows(x: Tensor | None) -> Any:
+    return x if x is None or x.dim() == 3 or x.stride(-1) == 1 else x.contiguous()
 
 
 def _chunk_starts(q: Tensor, cu_seqlens: Tensor | None, chunk: int) -> list[tuple[int, int]]:
@@ -122,25 +130,26 @@ def forward(
     dtype: torch.dtype,
     keep: bool,
     chunk: int,
+    log: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y in `dtype`, the final W, and with `keep` the state before each chunk for the backward pass."""
     starts = partial(_chunk_starts, q, cu_seqlens, chunk)
-    return causality.forward(_forward, starts, (q, k, v, a, e, w), W, cu_seqlens, dtype, keep, chunk)
+    return causality.forward(_forward, starts, (q, k, v, a, e, w), W, cu_seqlens, log, dtype, keep, chunk)
 
 
 def _forward(
-    tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool, chunk: int
+    tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, log: bool, dtype: torch.dtype, keep: bool, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Compute what `forward` returns, and say whether y is finite."""
     q, k, v, a, e, w = tokens
-    q, k, v, W = _rows(q), _rows(k), _rows(v), W.contiguous()
+    q, k, v, a, W = _rows(q), _rows(k), _rows(v), _rows(a), W.contiguous()
     y, W_end = v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape)
     before = W.new_empty((number_of_chunks(q, chunk, cu_seqlens) if keep else 0, *W.shape[1:]))
     if cu_seqlens is not None:
         used = (cu_seqlens.diff() + chunk - 1).div(chunk, rounding_mode="floor").sum()
         before[int(used) :] = 0
     views = {"q": q, "k": k, "v": v, "a": a, "e": e, "w": w, "y": y}
-    finite = _call("fastweights_forward", chunk, cu_seqlens, views, W=W, W_end=W_end, before=before)
+    finite = _call("fastweights_forward", chunk, log, cu_seqlens, views, W=W, W_end=W_end, before=before)
     return y, W_end, before, finite
 
 
@@ -156,32 +165,36 @@ def backward(
     before: Tensor,
     cu_seqlens: Tensor | None,
     chunk: int,
+    log: bool = False,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
     starts = partial(_chunk_starts, q, cu_seqlens, chunk)
-    return causality.backward(_backward, starts, dy, dW, (q, k, v, a, e, w), before, cu_seqlens, chunk)
+    return causality.backward(_backward, starts, dy, dW, (q, k, v, a, e, w), before, cu_seqlens, log, chunk)
 
 
 def _backward(
-    dy: Tensor, dW: Tensor | None, tokens: Tokens, before: Tensor, cu_seqlens: Tensor | None, chunk: int
+    dy: Tensor, dW: Tensor | None, tokens: Tokens, before: Tensor, cu_seqlens: Tensor | None, log: bool, chunk: int
 ) -> tuple[list[Tensor], bool]:
     """Compute what `backward` returns, and say whether the gradients of q and k are finite."""
     q, k, v, a, e, w = tokens
-    dy, q, k, v, dW = _rows(dy), _rows(q), _rows(k), _rows(v), None if dW is None else dW.to(before.dtype).contiguous()
+    dy, q, k, v, a = (_rows(x) for x in (dy, q, k, v, a))
+    dW = None if dW is None else dW.to(before.dtype).contiguous()
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     dW_start = before.new_empty((N, *before.shape[1:]))
     # With fewer heads than threads the gradients of all states come first; then every chunk is on its own.
     few = N * q.shape[2] < torch.get_num_threads() and before.shape[0] > N
     views = {"dy": dy, "q": q, "k": k, "v": v, "a": a, "e": e, "w": w}
     named = [(name, views[name]) for name in ("q", "k", "v", "a", "e", "w")]
-    grads = {f"d{name}": x.new_empty(x.shape) for name, x in named if x is not None}
+    # Sums over a group's heads are kept as wide as the state.
+    wide = {"q": before.dtype, "k": before.dtype} if v.shape[2] > q.shape[2] else {}
+    grads = {f"d{name}": x.new_empty(x.shape, dtype=wide.get(name)) for name, x in named if x is not None}
     after = torch.empty_like(before) if few else None
     states = {"before": before, "dW_end": dW, "dW_start": dW_start, "after": after}
-    finite = _call("fastweights_backward", chunk, cu_seqlens, {**views, **grads}, **states)
-    return [*grads.values(), dW_start], finite
+    finite = _call("fastweights_backward", chunk, log, cu_seqlens, {**views, **grads}, **states)
+    return [*(grads[f"d{name}"].to(x.dtype) for name, x in named if x is not None), dW_start], finite
 
 
-OPERATOR = ChunkedOperator("cpu", forward, backward, chunk_length, device_types="cpu")
+OPERATOR = ChunkedOperator("cpu", forward, backward, chunk_length, "cpu", LONGEST_PER_KEY)
 recurrence = OPERATOR.recurrence
 
 
@@ -191,7 +204,10 @@ def prepare(spec: Spec) -> Executable | Refusal:
     if reason is None and spec.device.type != "cpu":
         reason = f"it runs on the CPU, the tensors are on {spec.device}"
     reason = reason or failure()
-    return Refusal(reason) if reason else family.executable(spec, partial(recurrence, eager=spec.eager))
+    if reason:
+        return Refusal(reason)
+    log = family.in_logarithms(spec)
+    return family.executable(spec, partial(recurrence, eager=spec.eager, log=log), logs=log)
 
 
 BACKEND = Backend(

@@ -22,10 +22,11 @@ struct View {
   char* at(int64_t b, int64_t t, int64_t h) const { return data + (b * batch + t * time + h * head) * bytes; }
 };
 
-// Mirrored by `Call` in backend.py. States are contiguous (·, H, D, M); `bounds` has N + 1 entries.
+// Mirrored by `Call` in backend.py. States are contiguous (·, H, D, M); `bounds` has N + 1 entries. Every `group` heads
+// share a head of q and k. Decays are one per key channel with `per_key`, and natural logarithms with `log`.
 struct Call {
   int64_t N, H, D, M, C;
-  int64_t packed;
+  int64_t packed, group, per_key, log;
   const int64_t* bounds;
   View q, k, v, a, e, w, y;
   View dy, dq, dk, dv, da, de, dw;
@@ -51,6 +52,13 @@ template <class R>
 void load_row(const View& x, int64_t b, int64_t t, int64_t h, int64_t from, int64_t size, R* out) {
   typed(x, x.at(b, t, h) + from * x.bytes, [&](auto* in) {
     for (int64_t i = 0; i < size; ++i) out[i] = static_cast<R>(in[i]);
+  });
+}
+
+template <class R>
+void add_row(const View& x, int64_t b, int64_t t, int64_t h, int64_t size, const R* in) {
+  typed(x, x.at(b, t, h), [&](auto* out) {
+    for (int64_t i = 0; i < size; ++i) out[i] = static_cast<std::decay_t<decltype(*out)>>(static_cast<R>(out[i]) + in[i]);
   });
 }
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 #include <utility>
 
 #if defined(__AVX512F__)
@@ -200,4 +201,27 @@ void add_scaled(int64_t size, R factor, const R* x, R* y) {
 template <class R>
 void hadamard(int64_t size, const R* x, const R* y, R* z) {
   for (int64_t i = 0; i < size; i += Simd<R>::lanes) vector(z + i) = vector(x + i) * vector(y + i);
+}
+
+// y = exp(x), element by element: 2^n e^r with |r| <= ln(2) / 2, and the series of e^r.
+template <class R>
+void exponential(int64_t size, const R* x, R* y) {
+  using V = typename Simd<R>::Vector;
+  typedef std::conditional_t<sizeof(R) == 4, int32_t, int64_t> Int;
+  typedef Int Ints __attribute__((vector_size(kVectorBytes)));
+  constexpr int digits = std::numeric_limits<R>::digits - 1, offset = std::numeric_limits<R>::max_exponent - 1;
+  constexpr R ln2 = R(0.693147180559945309417), most = sizeof(R) == 4 ? 170 : 1400;
+  const V one = V{} + R(1), half = V{} + R(0.5);
+  for (int64_t i = 0; i < size; i += Simd<R>::lanes) {
+    V r = vector(x + i);
+    r = r < -most ? V{} - most : r > most ? V{} + most : r;
+    const Ints n = __builtin_convertvector(r / ln2 + (r < 0 ? -half : half), Ints), low = n >> 1;
+    r -= __builtin_convertvector(n, V) * ln2;
+    V sum = one;
+#pragma GCC unroll 16
+    for (int j = sizeof(R) == 4 ? 7 : 13; j > 0; --j) sum = one + sum * r * R(1.0 / j);
+    // These casts keep the bits. In two steps, because 2^n alone may be too small for a normal number.
+    const Ints first = (low + offset) << digits, second = (n - low + offset) << digits;
+    vector(y + i) = sum * (V)first * (V)second;
+  }
 }

@@ -18,7 +18,7 @@ from fastweights.ops.gpu.memory.variants import (
     holds_features,
     may_go_by_token,
 )
-from fastweights.ops.spec import Backend, Executable, Refusal, Spec, after_mapping
+from fastweights.ops.spec import Backend, Executable, Refusal, Spec, after_mapping, expanding_first
 
 
 def prepare(spec: Spec) -> Executable | Refusal:
@@ -86,6 +86,8 @@ def why_unfused(spec: Spec) -> str | None:
     if features.maps and not holds_features(D, M) and not one:
         limits = ", ".join(f"D = {most} beside M = {values}" for most, values in LARGEST_M_MAPPED.items())
         return f"phi has D = {D} features beside M = {M} values; inside the kernels there is room for up to {limits}"
+    if features.logits and spec.logarithms:
+        return "beside logits of other gates, the kernels take no logarithms of decays"
     if features.logits and not family.takes_logits(rule):
         return f"rule {rule.name!r} computes its coefficients from gates, not from their logits"
     if spec.normalized and not one and not rule.only_adds and (features.maps or features.logits):
@@ -97,6 +99,8 @@ def _refusal(spec: Spec) -> str | None:
     """Say why the kernels are not for such a call."""
     if reason := family.outside(spec.rule):
         return reason
+    if spec.per_key:
+        return "the kernels take one decay a head, not one a key channel"
     if spec.D > LARGEST_D or spec.M > LARGEST_M:
         limits = f"keys may have up to {LARGEST_D} and values up to {LARGEST_M} features"
         return f"{limits}, got D = {spec.D} and M = {spec.M}"
@@ -114,6 +118,6 @@ def _refusal(spec: Spec) -> str | None:
 BACKEND = Backend(
     name="triton",
     description="fused GPU kernels, states on chip: rules of the family, compute capability 8.0 and up",
-    prepare=prepare,
+    prepare=expanding_first(prepare),
     unavailable=unavailable,
 )

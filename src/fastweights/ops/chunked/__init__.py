@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 from fastweights.ops import causality
 from fastweights.ops.causality import Tokens
+from fastweights.ops.chunked.decays import decay_of, diagonal_blocks
 from fastweights.ops.operator import ChunkedOperator, number_of_chunks
 
 
@@ -106,38 +107,19 @@ class Chunks:
     a: Tensor | None
     e: Tensor | None
     w: Tensor | None
+    log: bool
 
     def __post_init__(self) -> None:
-        length, device = self.k.shape[-2], self.k.device
-        if self.a is None:
-            self.reach = torch.ones(length, length, dtype=self.k.dtype, device=device).tril()
-            self.fade = None
-        else:
-            # Column 0 belongs to the state before the chunk: γ. Products, not exponents of sums of logarithms: exact
-            # for a gate that closes (a = 0), and for any sign.
-            ones = torch.ones(length, length + 1, dtype=torch.bool, device=device)
-            products = torch.where(ones.tril(), self.a.unsqueeze(-1), 1).cumprod(-2)
-            self.span = products.masked_fill(~ones.tril(1), 0)
-            self.reach = self.span[..., 1:]
-            self.fade = self.span[..., :1]
-        self.scores = (self.q @ self.k.mT).mul_(self.reach)
-        self.k_left = self.k if self.a is None else self.reach[..., -1, :, None] * self.k
+        self.decay = decay_of(self.a, self.log)
+        self.scores, *more = self.decay.products(self.k, self.q, *([] if self.e is None else [self.k]))
+        self.q_faded, self.k_left = self.decay.faded(self.q), self.decay.left(self.k)
         self.written = self.v if self.w is None else self.w.unsqueeze(-1) * self.v
         if self.e is not None:
             e = self.e.unsqueeze(-1)
-            self.keys = self.k @ self.k.mT
-            self.system = self.keys * e * self.reach
-            self.k_erased = self.faded(e * self.k)
-            self.inverse = unit_lower_inverse(self.system)
-            self.k_solved, self.written = self.inverse @ self.k_erased, self.inverse @ self.written
-
-    def faded(self, x: Tensor) -> Tensor:
-        """diag(γ) x."""
-        return x if self.fade is None else self.fade * x
-
-    def fade_of(self, W: Tensor, at: slice) -> Tensor:
-        """γ_C W for the chunks of one step."""
-        return W if self.fade is None else self.fade[at, :, -1:] * W
+            self.keys = more[0]
+            self.inverse = unit_lower_inverse(self.keys * e)
+            self.k_faded = self.decay.faded(self.k)
+            self.k_solved, self.written = self.inverse @ (e * self.k_faded), self.inverse @ self.written
 
 
 def unit_lower_inverse(A: Tensor) -> Tensor:
@@ -153,26 +135,22 @@ def unit_lower_inverse(A: Tensor) -> Tensor:
     inverse = torch.eye(size, dtype=A.dtype, device=A.device).expand(A.shape).clone()
     half = 1
     while half < size:
-        joined, given = _diagonal_blocks(inverse, 2 * half), _diagonal_blocks(A, 2 * half)
+        joined, given = diagonal_blocks(inverse, 2 * half), diagonal_blocks(A, 2 * half)
         first, second, below = joined[..., :half, :half], joined[..., half:, half:], given[..., half:, :half]
         joined[..., half:, :half] = -(second @ below @ first)
         half *= 2
     return inverse[..., :C, :C]
 
 
-def _diagonal_blocks(x: Tensor, width: int) -> Tensor:
-    """View (..., C / width, width, width) of the blocks on the diagonal of x (..., C, C)."""
-    count = x.shape[-1] // width
-    blocks = x.unflatten(-1, (count, width)).unflatten(-3, (count, width))
-    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-
-
-def _load(tokens: Tokens, cu_seqlens: Tensor | None, chunk: int, dtype: torch.dtype) -> tuple[Layout, Chunks]:
+def _load(
+    tokens: Tokens, cu_seqlens: Tensor | None, chunk: int, log: bool, dtype: torch.dtype
+) -> tuple[Layout, Chunks]:
     q, k, v, a, e, w = tokens
     layout = Layout(q, chunk, cu_seqlens)
     return layout, Chunks(
         *(layout.split(x, dtype) for x in (q, k, v)),
-        *(None if x is None else layout.split(x, dtype, fill) for x, fill in ((a, 1.0), (e, 0.0), (w, 0.0))),
+        *(None if x is None else layout.split(x, dtype, fill) for x, fill in ((a, 1.0 - log), (e, 0.0), (w, 0.0))),
+        log=log,
     )
 
 
@@ -193,10 +171,11 @@ def forward(
     dtype: torch.dtype,
     keep: bool,
     chunk: int,
+    log: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y in `dtype`, the final W, and with `keep` the state before each chunk for the backward pass."""
     starts = partial(_chunk_starts, q, cu_seqlens, chunk)
-    return causality.forward(_forward, starts, (q, k, v, a, e, w), W, cu_seqlens, dtype, keep, chunk)
+    return causality.forward(_forward, starts, (q, k, v, a, e, w), W, cu_seqlens, log, dtype, keep, chunk)
 
 
 def _chunk_starts(q: Tensor, cu_seqlens: Tensor | None, chunk: int) -> list[tuple[int, int]]:
@@ -211,22 +190,22 @@ def _finite(*results: Tensor) -> bool:
 
 
 def _forward(
-    tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool, chunk: int
+    tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, log: bool, dtype: torch.dtype, keep: bool, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Compute what `forward` returns, and say whether y is finite."""
     q = tokens[0]
     with torch.autocast(q.device.type, enabled=False):
-        layout, x = _load(tokens, cu_seqlens, chunk, W.dtype)
+        layout, x = _load(tokens, cu_seqlens, chunk, log, W.dtype)
         W = layout.sort(W)
         count = number_of_chunks(q, chunk, cu_seqlens)
         before = W.new_zeros((count, *W.shape[1:]))
         for n, at in zip(layout.active, layout.slices, strict=True):
             before[at] = now = W[:n]
             u = x.written[at] if x.e is None else x.written[at] - x.k_solved[at] @ now
-            W[:n] = x.fade_of(now, at) + x.k_left[at].mT @ u
+            W[:n] = x.decay.end(now, at) + x.k_left[at].mT @ u
         start = before[: x.k.shape[0]]
         u = x.written if x.e is None else x.written - x.k_solved @ start
-        y = x.faded(x.q @ start) + x.scores @ u
+        y = x.q_faded @ start + x.scores @ u
         kept = before if keep else before[:0].clone()
         return layout.join(y, dtype), layout.unsort(W), kept, _finite(y)
 
@@ -243,26 +222,27 @@ def backward(
     before: Tensor,
     cu_seqlens: Tensor | None,
     chunk: int,
+    log: bool = False,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
     starts = partial(_chunk_starts, q, cu_seqlens, chunk)
-    return causality.backward(_backward, starts, dy, dW, (q, k, v, a, e, w), before, cu_seqlens, chunk)
+    return causality.backward(_backward, starts, dy, dW, (q, k, v, a, e, w), before, cu_seqlens, log, chunk)
 
 
 def _backward(
-    dy: Tensor, dW: Tensor | None, tokens: Tokens, before: Tensor, cu_seqlens: Tensor | None, chunk: int
+    dy: Tensor, dW: Tensor | None, tokens: Tokens, before: Tensor, cu_seqlens: Tensor | None, log: bool, chunk: int
 ) -> tuple[list[Tensor], bool]:
     """Compute what `backward` returns, and say whether the gradients of q and k are finite."""
     q, k, v, a, e, w = tokens
     with torch.autocast(q.device.type, enabled=False):
-        layout, x = _load(tokens, cu_seqlens, chunk, before.dtype)
+        layout, x = _load(tokens, cu_seqlens, chunk, log, before.dtype)
         dy = layout.split(dy, before.dtype)
         W = before[: x.k.shape[0]]
         u = x.written if x.e is None else x.written - x.k_solved @ W
 
         # Backwards through the states: dW_after[g] is the gradient of the state that chunk g leaves.
         du = x.scores.mT @ dy
-        from_reads = x.faded(x.q).mT @ dy
+        from_reads = x.q_faded.mT @ dy
         dW_after = torch.empty_like(W)
         if dW is None:
             N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -272,18 +252,13 @@ def _backward(
         for n, at in zip(reversed(layout.active), reversed(layout.slices), strict=True):
             dW_after[at] = later = dW[:n]
             du[at] += x.k_left[at] @ later
-            dW[:n] = x.fade_of(later, at) + from_reads[at]
+            dW[:n] = x.decay.end(later, at) + from_reads[at]
             if x.e is not None:
                 dW[:n] -= x.k_solved[at].mT @ du[at]
 
-        dscores = dy @ u.mT
-        dk_left = u @ dW_after.mT
-        dqk = dscores * x.reach
-        dq = dqk @ x.k + x.faded(dy @ W.mT)
-        dk = dqk.mT @ x.q + (dk_left if x.a is None else x.reach[..., -1, :, None] * dk_left)
-        dreach = None if x.a is None else dscores * (x.q @ x.k.mT)
-        dfade = None if x.a is None else (dy * (x.q @ W)).sum(-1)
-        dright = du
+        # Rows that are multiplied with the chunk's keys and, faded, with the state before it; and both gradients.
+        rows, dproducts, dfaded = [x.q], [dy @ u.mT], [dy @ W.mT]
+        dk_left, dright = u @ dW_after.mT, du
         grads: dict[str, Tensor] = {}
         if x.e is not None:
             # u = (I + A)^-1 right, so the gradient of right is (I + A)^-T du and that of A is -dright u^T.
@@ -291,36 +266,31 @@ def _backward(
             e_ = x.e.unsqueeze(-1)
             dA = (dright @ u.mT).neg_().tril_(-1)
             dread = -dright @ W.mT
-            dkk = dA * e_ * x.reach
-            dk += (dkk + dkk.mT) @ x.k + x.faded(e_ * dread)
-            grads["e"] = (dA * x.keys * x.reach).sum(-1) + x.faded((dread * x.k).sum(-1, keepdim=True))[..., 0]
-            if dreach is not None and dfade is not None:
-                dreach += dA * x.keys * e_
-                dfade += x.e * (dread * x.k).sum(-1)
+            grads["e"] = (dA * x.keys).sum(-1) + (dread * x.k_faded).sum(-1)
+            rows.append(x.k)
+            dproducts.append(dA * e_)
+            dfaded.append(dread * e_)
+        ends = None
+        if x.a is not None:
+            dfade = torch.stack([row * d for row, d in zip(rows, dfaded, strict=True)]).sum(0)
+            dfade[..., -1, :] += (dW_after * W).sum(-1)
+            ends = (dfade, dk_left * x.k)
+        drows, dk, da = x.decay.gradients(x.k, rows, dproducts, ends)
+        dq, *more = (drow + x.decay.faded(d) for drow, d in zip(drows, dfaded, strict=True))
+        dk += x.decay.left(dk_left)
+        for d in more:
+            dk += d
+        if da is not None:
+            grads["a"] = da
         if x.w is not None:
             grads["w"] = (dright * x.v).sum(-1)
             dright = x.w.unsqueeze(-1) * dright
-        if dreach is not None and dfade is not None:
-            dreach[..., -1, :] += (dk_left * x.k).sum(-1)
-            dfade[..., -1] += (dW_after * W).sum((-2, -1))
-            grads["a"] = _decay_gradient(x, torch.cat([dfade.unsqueeze(-1), dreach], -1))
 
         result = [layout.join(d, t.dtype) for d, t in ((dq, q), (dk, k), (dright, v))]
         for name, gate in (("a", a), ("e", e), ("w", w)):
             if gate is not None:
                 result.append(layout.join(grads[name], gate.dtype))
         return [*result, layout.unsort(dW)], _finite(dq, dk)
-
-
-def _decay_gradient(x: Chunks, dspan: Tensor) -> Tensor:
-    """Gradient of a from that of span[t, s] = a_{s+1} ⋯ a_t, without dividing by any a.
-
-    da_r = sum over s < r <= t of dspan[t, s] (a_{r+1} ⋯ a_t) (a_{s+1} ⋯ a_{r-1}).
-    """
-    later = x.reach.mT @ dspan
-    earlier = pad(x.span[..., :-1, :], (0, 0, 1, 0))
-    earlier[..., 0, 0] = 1
-    return (later * earlier).sum(-1)
 
 
 OPERATOR = ChunkedOperator("chunked", forward, backward, chunk_length)
