@@ -149,7 +149,7 @@ def test_input_errors():
 
 
 @pytest.mark.parametrize("rule", fw.list_rules())
-@pytest.mark.parametrize("normalization", ["none", "sum", "attention", "both", "l2"])
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_what_is_read_does_not_depend_on_the_numbers_features_are_scaled_by(rule, normalization):
     class Scaled(ELU):
         def scaled(self, x):

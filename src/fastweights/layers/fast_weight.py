@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fastweights.common.tables import look_up
 from fastweights.feature_maps import FeatureMap, feature_map
 from fastweights.layers.checks import check_dtype, check_input, check_token, head_size
+from fastweights.layers.short_conv import ShortConvolution
 from fastweights.ops.features import MapFeatures
 from fastweights.ops.memory import fast_weight_memory
-from fastweights.ops.normalization import smooth_l2_normalize, sum_normalize
-from fastweights.ops.rules import Gate, Rule, update_rule
+from fastweights.ops.normalization import l2_normalize, smooth_l2_normalize, sum_normalize
+from fastweights.ops.rules import DECAY, Gate, Rule, update_rule
 from fastweights.ops.state import FastWeightState
 
 Normalize = Callable[[Tensor], Tensor] | None
@@ -25,8 +29,26 @@ NORMALIZATIONS: dict[str, tuple[Normalize, str | None]] = {
     "sum": (sum_normalize, None),
     "attention": (None, "attention"),
     "both": (sum_normalize, "attention"),
-    "l2": (smooth_l2_normalize, None),
+    "l2": (l2_normalize, None),
+    "smooth_l2": (smooth_l2_normalize, None),
 }
+
+# Name -> whether what is read is divided by its root mean square, head by head, and what opens its gate.
+OUTPUT_NORMS: dict[str, tuple[bool, Callable[[Tensor], Tensor] | None]] = {
+    "none": (False, None),
+    "rms": (True, None),
+    "rms_gated": (True, F.silu),
+    "rms_sigmoid": (True, torch.sigmoid),
+}
+# Options of the layers that models in use are made of.
+_MODERN = {"feature_map": "silu", "normalization": "smooth_l2", "short_conv": 4}
+RECIPES: dict[str, Mapping[str, Any]] = {
+    "deltanet": {"rule": "delta", **_MODERN, "output_norm": "rms"},
+    "gated-deltanet": {"rule": "gated_delta", **_MODERN, "decay_per": "head", "output_norm": "rms_gated"},
+    "kda": {"rule": "gated_delta", **_MODERN, "decay_per": "key", "output_norm": "rms_sigmoid"},
+}
+# Where exp(A) and the time step of decays exp(-exp(A) dt) start, as in Mamba-2 and its successors.
+_RATES, _STEPS = (1.0, 16.0), (1e-3, 1e-1)
 
 
 class FastWeightAttention(nn.Module):
@@ -46,12 +68,22 @@ class FastWeightAttention(nn.Module):
         rule: a name from `list_rules()` or an `update_rule(name, **options)`. Each gate it takes is one more output of
             the projection per head (per key channel where the gate has one each), through a sigmoid.
         feature_map: a name from `list_feature_maps()` or a `FeatureMap` of d_key = d_head.
-        normalization: "none", "sum", "attention", "both" (sum and attention) or "l2".
+        normalization: "none", "sum", "attention", "both" (sum and attention), "l2", or "smooth_l2" with 1e-6 under the
+            root.
         feature_map_options: arguments of the map, such as {"nu": 2} or {"m": 64}.
         d_value: size of a head's values if not d_head.
         project_queries: False reads with the input itself, as Eq. 3 does.
         output_scale: factor on what is read; the authors' code has d_head ** -0.5, the paper none.
         bias: biases in both projections.
+        short_conv: so many steps of q, k and v are mixed by a causal convolution of each channel, and values then go
+            through SiLU; 0 for none.
+        beta_max: the gate beta is between 0 and this. With 2 the delta rule can turn the sign of what it finds.
+        decay_per: "head" or "key" for decays exp(-exp(A) softplus(x + dt)) with trained A and dt, one a head or one a
+            key channel; None for the sigmoid of a projection.
+        output_norm: "rms" divides what is read by its root mean square, "rms_gated" also multiplies it by SiLU of
+            another projection of the input, and "rms_sigmoid" by the sigmoid of one; "none" does neither.
+
+    `FastWeightAttention.recipe("gated-deltanet", d_model, n_heads)` sets these as in models in use; see `RECIPES`.
         backend: see `fast_weight_memory`.
     """
 
@@ -70,6 +102,10 @@ class FastWeightAttention(nn.Module):
         output_scale: float = 1.0,
         bias: bool = False,
         backend: str = "auto",
+        short_conv: int = 0,
+        beta_max: float = 1.0,
+        decay_per: str | None = None,
+        output_norm: str = "none",
     ) -> None:
         super().__init__()
         d_head = head_size(d_model, n_heads, d_head)
@@ -84,14 +120,51 @@ class FastWeightAttention(nn.Module):
         self.normalization = "none" if normalization is None else normalization
         self.normalize, self.memory_normalization = look_up(NORMALIZATIONS, self.normalization, "normalization")
         self.project_queries, self.output_scale, self.backend = project_queries, output_scale, backend
-        gate_sizes = [1 if gate.per == "head" else self.feature_map.dim for gate in self.rule.gates]
-        self.sizes = [d_head if project_queries else 0, d_head, self.d_value, *gate_sizes]
+        self.beta_max, self.decay_per = beta_max, decay_per
+        self._check_gates()
+        self.output_norm = output_norm
+        normed, self.open = look_up(OUTPUT_NORMS, output_norm, "output_norm")
+        gate_sizes = [self.feature_map.dim if self._per_key(gate) else 1 for gate in self.rule.gates]
+        q_size = d_head if project_queries else 0
+        self.sizes = [q_size, d_head, self.d_value, self.d_value if self.open else 0, *gate_sizes]
         self.project = nn.Linear(d_model, n_heads * sum(self.sizes), bias=bias)
         self.out = nn.Linear(n_heads * self.d_value, d_model, bias=bias)
+        self.norm = nn.RMSNorm(self.d_value, eps=1e-5) if normed else None
+        self.conv = ShortConvolution(n_heads * sum(self.sizes[:3]), short_conv) if short_conv else None
         for gate in self.rule.gates:
-            if gate.bias is not None:
+            if self._by_rate(gate):
+                self.A_log = nn.Parameter(torch.empty(n_heads).uniform_(*_RATES).log())
+                shape = (n_heads, self.feature_map.dim) if decay_per == "key" else (n_heads,)
+                steps = torch.empty(shape).uniform_(*(math.log(step) for step in _STEPS)).exp()
+                # softplus(dt_bias) = steps
+                self.dt_bias = nn.Parameter(steps + (-torch.expm1(-steps)).log())
+            elif gate.bias is not None:
                 bias_of_gate = torch.linspace(*gate.bias, n_heads)
                 setattr(self, f"{gate.name}_bias", nn.Parameter(bias_of_gate))
+
+    @classmethod
+    def recipe(cls, name: str, d_model: int, n_heads: int, d_head: int | None = None, **options: Any) -> Self:
+        """Return the layer of that name in `RECIPES`, with `options` in place of the recipe's where both have one."""
+        return cls(d_model, n_heads, d_head, **{**look_up(RECIPES, name, "recipe"), **options})
+
+    def _check_gates(self) -> None:
+        names = self.rule.gate_names
+        if self.beta_max <= 0 or (self.beta_max != 1 and "beta" not in names):
+            what = (
+                "must be above 0" if "beta" in names else f"is for rules with a beta, which {self.rule.name!r} has not"
+            )
+            raise ValueError(f"beta_max {what}, got {self.beta_max}")
+        if self.decay_per is not None:
+            look_up({"head": None, "key": None}, self.decay_per, "decay_per")
+            if DECAY not in self.rule.gates:
+                raise ValueError(f"decay_per is for rules with a decay, which {self.rule.name!r} has not; leave it out")
+
+    def _by_rate(self, gate: Gate) -> bool:
+        """Return whether a gate is a decay with a trained rate."""
+        return gate == DECAY and self.decay_per is not None
+
+    def _per_key(self, gate: Gate) -> bool:
+        return gate.per == "key" or (self._by_rate(gate) and self.decay_per == "key")
 
     def forward(
         self,
@@ -109,9 +182,10 @@ class FastWeightAttention(nn.Module):
         x = check_input(x, self.d_model, mask)
         if self.feature_map.training:
             self.feature_map.redraw()
-        heads = self._heads(x)
+        heads, opening, recent = self._heads(x, state, mask, cu_seqlens, starts)
         y, state = fast_weight_memory(**heads, state=state, mask=mask, cu_seqlens=cu_seqlens, starts=starts)
-        y = self._join(y)
+        y = self._join(y, opening)
+        state = state if recent is None else replace(state, recent=recent)
         return y if mask is None else y.masked_fill(~mask.unsqueeze(-1), 0), state
 
     def step(
@@ -123,48 +197,91 @@ class FastWeightAttention(nn.Module):
         """
         x = check_token(x, self.d_model)
         # Random features stay as they are: a memory can only be read with the features it was written with.
-        y, state = fast_weight_memory(**self._heads(x), state=state, in_place=in_place)
-        return self._join(y).squeeze(1), state
+        heads, opening, recent = self._heads(x, state)
+        y, state = fast_weight_memory(**heads, state=state, in_place=in_place)
+        return self._join(y, opening).squeeze(1), state if recent is None else replace(state, recent=recent)
 
-    def _heads(self, x: Tensor) -> dict[str, Any]:
-        """Return what the memory takes: raw heads of x and logits of gates, and what to do with them."""
+    def _heads(
+        self,
+        x: Tensor,
+        state: FastWeightState | None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> tuple[dict[str, Any], Tensor, Tensor | None]:
+        """Return what the memory takes, what opens the output's gate, and what the convolution carries on.
+
+        The memory takes raw heads of x and logits of gates, and is told what to do with them.
+        """
         check_dtype(x, self.project)
+        projected, recent = self.project(x), None
+        if self.conv is not None:
+            if state is not None and state.recent is None:
+                raise ValueError("state has no `recent`, which a layer with a short convolution carries")
+            mixed, rest = projected.split([self.conv.channels, projected.shape[-1] - self.conv.channels], -1)
+            before = None if state is None else state.recent
+            mixed, recent = self.conv(mixed, before, mask, cu_seqlens, starts)
+            projected = torch.cat([mixed, rest], -1)
         # All heads of q, then all of k, and so on: every head starts where 16 bytes can be loaded at once.
-        parts = self.project(x).split([self.n_heads * size for size in self.sizes], -1)
-        q, k, v, *gates = (
+        parts = projected.split([self.n_heads * size for size in self.sizes], -1)
+        q, k, v, opening, *gates = (
             part.unflatten(-1, (self.n_heads, size)) for part, size in zip(parts, self.sizes, strict=True)
         )
         q = q if self.project_queries else x.unflatten(-1, (self.n_heads, -1))
-        return {
+        v = v if self.conv is None else F.silu(v)
+        named, logits = self._gates(gates)
+        heads = {
             "q": q.to(v.dtype),
             "k": k,
             "v": v,
             "rule": self.rule,
             "normalization": self.memory_normalization,
             "backend": self.backend,
-            "features": MapFeatures(self.feature_map, self.normalize, logits=True),
-            **{gate.name: self._logit(gate, raw) for gate, raw in zip(self.rule.gates, gates, strict=True)},
+            "features": MapFeatures(self.feature_map, self.normalize, logits=logits),
+            **named,
         }
+        return heads, opening, recent
 
-    def _join(self, y: Tensor) -> Tensor:
-        """Project what all heads have read, (B, T, H, M), back to (B, T, d_model)."""
-        projected: Tensor = self.out(y.flatten(-2) * self.output_scale)
+    def _join(self, y: Tensor, opening: Tensor) -> Tensor:
+        """Normalise, gate and project what all heads have read, (B, T, H, M), back to (B, T, d_model)."""
+        if self.norm is not None:
+            weight, eps = _wide(self.norm.weight), self.norm.eps
+            y = F.rms_norm(_wide(y) * self.output_scale, (self.d_value,), weight, eps).to(y.dtype)
+            y = y if self.open is None else y * self.open(opening)
+            projected: Tensor = self.out(y.flatten(-2))
+        else:
+            projected = self.out(y.flatten(-2) * self.output_scale)
         return projected
 
-    def _logit(self, gate: Gate, raw: Tensor) -> Tensor:
-        """Return what a gate is the sigmoid of, in at least float32 where a bias is added."""
-        raw = raw.squeeze(-1) if gate.per == "head" else raw
-        if gate.bias is None:
-            return raw
-        bias: Tensor = getattr(self, f"{gate.name}_bias")
-        wide = raw.to(torch.promote_types(raw.dtype, torch.float32))
-        return wide + (bias if gate.per == "head" else bias.unsqueeze(-1))
+    def _gates(self, raws: list[Tensor]) -> tuple[dict[str, Tensor], bool]:
+        """Return the rule's gates by name, and whether those that are no logarithms are still logits."""
+        logits = self.beta_max == 1
+        named = {}
+        for gate, raw in zip(self.rule.gates, raws, strict=True):
+            raw = raw if self._per_key(gate) else raw.squeeze(-1)
+            if self._by_rate(gate):
+                named[f"log_{gate.name}"] = self._log_decay(raw)
+                continue
+            if gate.bias is not None:
+                bias: Tensor = getattr(self, f"{gate.name}_bias")
+                raw = _wide(raw) + (bias if gate.per == "head" else bias.unsqueeze(-1))
+            most = self.beta_max if gate.name == "beta" else 1.0
+            named[gate.name] = raw if logits else most * _wide(raw).sigmoid()
+        return named, logits
+
+    def _log_decay(self, raw: Tensor) -> Tensor:
+        rates = _wide(self.A_log).exp()
+        return -(rates if self.decay_per == "head" else rates.unsqueeze(-1)) * F.softplus(_wide(raw) + self.dt_bias)
 
     def extra_repr(self) -> str:
         """Shown by print(layer)."""
         return (
             f"n_heads={self.n_heads}, d_head={self.d_head}, rule={self.rule.name}, normalization={self.normalization}"
         )
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _feature_map(phi: str | FeatureMap, d_head: int, options: Mapping[str, Any] | None) -> FeatureMap:

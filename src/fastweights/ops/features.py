@@ -161,8 +161,13 @@ class MapFeatures:
     def apply(self, q: Tensor, k: Tensor, divided: bool) -> tuple[Tensor, Tensor]:
         """Map queries and keys; `divided` says that queries' reads are divided by phi(q)·z, so that scale is free."""
         if self.normalize is not None:
-            return _scaled(self.normalize(self.phi.scaled(q)), self.scale), self.normalize(self.phi.scaled(k))
+            # The smooth norm alone can tell how long phi is.
+            phi = self._wide_map if self.normalize is smooth_l2_normalize else self.phi.scaled
+            return _scaled(self.normalize(phi(q)), self.scale), self.normalize(phi(k))
         return _scaled(self.phi.scaled(q) if divided else self.phi.map(q), self.scale), self.phi.map(k)
+
+    def _wide_map(self, x: Tensor) -> Tensor:
+        return self.phi.map(x.to(torch.promote_types(x.dtype, torch.float32)))
 
     def gate(self, x: Tensor) -> Tensor:
         """Return the gate that x is, or whose logit it is, in at least float32."""

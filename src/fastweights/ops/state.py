@@ -95,7 +95,11 @@ class State:
 @register_state
 @dataclass(eq=False)
 class FastWeightState(State):
-    """Fast weights W (B, H, D, M) and, under attention normalisation, the accumulator z (B, H, D)."""
+    """Fast weights W (B, H, D, M) and, under attention normalisation, the accumulator z (B, H, D).
+
+    A layer with a short convolution adds `recent`, the last inputs of that.
+    """
 
     W: Tensor
     z: Tensor | None = None
+    recent: Tensor | None = None
