@@ -99,6 +99,33 @@ def test_choices():
     assert small(vocab_size=33_278).cutoffs == (20_000,) and tiny().cutoffs == (2_000, 10_000)
 
 
+def test_layers_of_models_in_use():
+    kda, gated = tiny("kda"), small("gated-deltanet")
+    assert (kda.rule, kda.decay_per, kda.feature_map, kda.normalization) == ("gated_delta", "key", "silu", "smooth_l2")
+    assert (gated.decay_per, gated.output_norm, gated.short_conv) == ("head", "rms_gated", 4)
+    assert small("gated-deltanet", short_conv=0).short_conv == 0 and small("deltanet", beta_max=2.0).beta_max == 2
+
+
+@pytest.mark.parametrize("mixer", ["deltanet", "gated-deltanet", "kda"])
+def test_models_in_use_stream_what_they_give_for_whole_texts(mixer):
+    torch.manual_seed(0)
+    model = LanguageModel(tiny(mixer, vocab_size=50, n_layers=2, context="carried")).double().eval()
+    tokens = torch.randint(50, (2, 12))
+    whole, end = model(tokens)
+    rows, state = [], None
+    for t in range(12):
+        log_p, state = model.step(tokens[:, t], state)
+        rows.append(log_p)
+    torch.testing.assert_close(torch.stack(rows, 1), model.softmax.log_prob(whole))
+    assert state.numel == end.numel == model.state_size(1)
+
+
+def test_stored_configurations_stay_equal():
+    """Fields that came later are stored only where they are not at their default."""
+    assert not {*LanguageModelConfig.ADDED} & {*small().to_dict()}
+    assert small("kda").to_dict()["decay_per"] == "key"
+
+
 def test_recipes():
     small = plan(99, preset="small")
     assert (small.task["segment"], small.task["batch_size"]) == (256, 96)

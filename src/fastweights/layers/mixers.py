@@ -53,6 +53,11 @@ def _fast_weight(d_model: int, n_heads: int, d_head: int, *, output_scale: bool 
     return FastWeightAttention(d_model, n_heads, d_head, output_scale=scale, **options)
 
 
+def _fast_weight_size(layer: Any, segment: int) -> int:
+    carried = 0 if layer.conv is None else (layer.conv.taps - 1) * layer.conv.channels
+    return int(layer.n_heads * layer.feature_map.dim * layer.d_value + carried)
+
+
 def _softmax(d_model: int, n_heads: int, d_head: int, *, attention_dropout: float = 0.0) -> nn.Module:
     return SoftmaxAttention(d_model, n_heads, d_head, dropout=attention_dropout)
 
@@ -72,9 +77,12 @@ def _relative(
 MIXERS: dict[str, MixerKind] = {
     "fast_weight": MixerKind(
         _fast_weight,
-        ("rule", "feature_map", "feature_map_options", "normalization", "output_scale"),
+        (
+            *("rule", "feature_map", "feature_map_options", "normalization", "output_scale"),
+            *("short_conv", "beta_max", "decay_per", "output_norm"),
+        ),
         FastWeightState,
-        lambda layer, segment: layer.n_heads * layer.feature_map.dim * layer.d_value,
+        _fast_weight_size,
         forgets=True,
     ),
     "softmax": MixerKind(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from fastweights.common.tables import look_up
 from fastweights.layers.checks import check_dropout
@@ -19,6 +19,8 @@ class ModelConfig:
     """
 
     vocab_size: int
+    # Fields that were added to stored configurations: at their default they are not stored, so that those stay equal.
+    ADDED: ClassVar[tuple[str, ...]] = ()
 
     def check_fields(self, sizes: Sequence[str], dropouts: Sequence[str], choices: Mapping[str, Iterable[str]]) -> None:
         """Refuse sizes below 1, dropouts that are no shares, and names that are none of the choices."""
@@ -42,7 +44,11 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field, ready for JSON."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        values = asdict(self)
+        for added in fields(self):
+            if added.name in self.ADDED and values[added.name] == added.default:
+                del values[added.name]
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

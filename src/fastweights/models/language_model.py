@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fastweights.feature_maps import FEATURE_MAPS
 from fastweights.layers.adaptive import AdaptiveSoftmax, check_cutoffs
 from fastweights.layers.checks import head_size
-from fastweights.layers.fast_weight import NORMALIZATIONS
+from fastweights.layers.fast_weight import NORMALIZATIONS, OUTPUT_NORMS
 from fastweights.layers.feedforward import FeedForward
 from fastweights.layers.mixers import MIXERS, StackState, mixer
 from fastweights.layers.positions import DIRECTIONS, POSITIONS, encode_positions
@@ -31,6 +31,7 @@ NAMES: dict[str, Collection[str]] = {
     "rule": RULES,
     "feature_map": FEATURE_MAPS,
     "normalization": tuple(NORMALIZATIONS),
+    "output_norm": tuple(OUTPUT_NORMS),
     "positions": POSITIONS,
     "position_direction": DIRECTIONS,
     "norm": ("post", "pre"),
@@ -58,6 +59,7 @@ class LanguageModelConfig(ModelConfig):
         normalization: its normalisation.
         output_scale: multiply what is read from fast weights by d_head ** -0.5. The authors' code does, the paper does
             not say so.
+        short_conv, beta_max, decay_per, output_norm: of mixer "fast_weight"; see `FastWeightAttention`.
         mem_len: of mixer "relative"; see `RelativeAttention`.
         clamp_len: of mixer "relative", too.
         positions: "none", or "sinusoid" added to the embedding.
@@ -68,6 +70,8 @@ class LanguageModelConfig(ModelConfig):
         tied: one matrix for input embedding and softmax.
         init_std: standard deviation of all initial weights.
     """
+
+    ADDED = ("short_conv", "beta_max", "decay_per", "output_norm")
 
     cutoffs: tuple[int, ...] = ()
     d_model: int = 128
@@ -83,6 +87,10 @@ class LanguageModelConfig(ModelConfig):
     feature_map_options: Mapping[str, Any] = field(default_factory=dict)
     normalization: str = "sum"
     output_scale: bool = False
+    short_conv: int = 0
+    beta_max: float = 1.0
+    decay_per: str | None = None
+    output_norm: str = "none"
     mem_len: int = 0
     clamp_len: int | None = None
     positions: str = "none"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastweights.common.tables import look_up
+from fastweights.layers.fast_weight import RECIPES as LAYER_RECIPES
 from fastweights.models.language_model import LanguageModelConfig
 from fastweights.ops.rules import update_rule
 
@@ -27,12 +28,21 @@ SIZES: dict[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A row of the paper's tables: the sequence layer, its update rule and its feature map."""
+    """A row of the paper's tables, or a layer of models in use: the sequence layer, its update rule and feature map.
+
+    `options` are those of the feature map, and `layer` are more fields of `LanguageModelConfig`.
+    """
 
     mixer: str
     rule: str | None = None
     feature_map: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    layer: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _in_use(name: str) -> Choice:
+    recipe = dict(LAYER_RECIPES[name])
+    return Choice("fast_weight", recipe.pop("rule"), recipe.pop("feature_map"), layer=recipe)
 
 
 MIXER_CHOICES: dict[str, Choice] = {
@@ -40,6 +50,7 @@ MIXER_CHOICES: dict[str, Choice] = {
     "linear": Choice("fast_weight", "sum", "elu"),
     "performer": Choice("fast_weight", "sum", "favor", {"orthogonal": True}),
     "dpfp": Choice("fast_weight", "sum", "dpfp", {"nu": 1}),
+    **{name: _in_use(name) for name in LAYER_RECIPES},
     "transformer": Choice("softmax"),
     "xl": Choice("relative"),
 }
@@ -170,6 +181,7 @@ def _config(
         # As much capacity as ELU + 1 has: 2 m = d_head. That is the paper's m = 8 (small) and 16 (medium).
         options["m"] = max(1, (values.get("d_head") or values["d_model"] // values["n_heads"]) // 2)
     values["feature_map_options"] = {**options, **values.get("feature_map_options", {})}
+    values = {**choice.layer, **values}
     values.setdefault("normalization", usual_normalization(str(rule)))
     values.setdefault("output_scale", True)
     return LanguageModelConfig(mixer=choice.mixer, rule=str(rule), **values)
