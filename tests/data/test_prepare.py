@@ -27,7 +27,7 @@ def tokens(corpus):
 @pytest.mark.parametrize("block", [1 << 22, 7, 64])
 @pytest.mark.parametrize("where", ["folder", "folder above", "zip"])
 def test_wikitext_round_trip(wikitext, tmp_path, monkeypatch, where, block):
-    monkeypatch.setattr(sources.Source.read, "__defaults__", (block,))
+    monkeypatch.setattr(sources, "BLOCK", block)
     texts, folder = wikitext
     places = {"folder": folder, "folder above": folder.parent}
     source = zipped(folder, tmp_path / "wikitext.zip") if where == "zip" else places[where]
@@ -150,7 +150,7 @@ def test_text_is_split_by_lines(tmp_path):
 
 @pytest.mark.parametrize("block", [1 << 22, 5])
 def test_text_with_its_own_splits_and_limits(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(sources.Source.read, "__defaults__", (block,))
+    monkeypatch.setattr(sources, "BLOCK", block)
     (tmp_path / "train").write_text("\ufeffa a a b b c <unk> one-very-long-line-of-a-file", encoding="utf-8")
     (tmp_path / "other").write_text("a d\nb")
     files = {"valid": tmp_path / "other", "test": tmp_path / "other"}

@@ -214,7 +214,7 @@ def test_ctrl_c(files, tmp_path, monkeypatch):
     def stop(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kinds, "build_words", stop)
+    monkeypatch.setattr(kinds, "build_text", stop)
     result = run("wikitext2", "--source", files, "--out", tmp_path / "out")
     assert result.exit_code == 130 and "nothing was finished" in result.stderr
 

@@ -17,8 +17,7 @@ from fastweights.common.tables import look_up
 from fastweights.data.manifest import Report
 from fastweights.data.prepare import prepare
 from fastweights.data.registry import CORPORA
-from fastweights.data.text.build import PIECES
-from fastweights.data.tokenizer import TOKENIZERS
+from fastweights.data.tokenizer import PIECES, TOKENIZERS
 
 
 def data(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from fastweights.data.manifest import (
     Report,
     checksum,
     damage,
+    files,
     one_at_a_time,
     partial_folder,
     publish,
@@ -27,7 +27,7 @@ from fastweights.data.manifest import (
 )
 from fastweights.data.pairs.files import language_of
 from fastweights.data.registry import CORPORA, PUBLISHED_SETS, CorpusKind
-from fastweights.data.sources import CorpusFiles, CorpusRequest, Source, fetch
+from fastweights.data.sources import Built, CorpusFiles, CorpusRequest, Source, fetch
 from fastweights.data.tokenizer import TOKENIZERS, byte_pair_library
 
 _LEAST = {"min_count": 1, "pairs": 1, "held_out": 1, "highest": 999}
@@ -68,24 +68,24 @@ def prepare(
     for name in chosen.keys() - row.options.keys():
         takers = ", ".join(other for other, entry in CORPORA.items() if name in entry.options) or "none"
         raise DataError(f"corpus {kind!r} has no --{name.replace('_', '-')}; those that have it: {takers}")
-    if source is None and row.needs_source and row.hub is None:
+    if source is None and row.find and row.hub is None:
         raise DataError(f"corpus {kind!r} needs a --source: {row.obtain}")
-    if source is not None and not row.needs_source:
+    if source is not None and row.find is None:
         raise DataError(f"corpus {kind!r} has no source, got {source}; {row.obtain}")
     for name, least in _LEAST.items():
         if chosen.get(name, least) < least:
             raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {chosen[name]}")
     _check_tokens(chosen)
     path = None if source is None else Path(source)
-    request = CorpusRequest(path, report=report, **{**row.options, **chosen})
+    request = CorpusRequest(report=report, **{**row.options, **chosen})
     try:
         out.mkdir(parents=True, exist_ok=True)
         with one_at_a_time(out):
             remove_stale_temporaries(out)
-            manifest = None if force else _finished(kind, row, request, out)
+            manifest = None if force else _finished(kind, row, path, request, out)
             if manifest is not None:
                 return Prepared(manifest, False)
-            return Prepared(_prepare(kind, row, request, out, allow_other), True)
+            return Prepared(_prepare(kind, row, path, request, out, allow_other), True)
     except OSError as error:
         raise DataError(f"{error.filename or out}: {error.strerror or error}; nothing was finished in {out}") from None
 
@@ -102,7 +102,9 @@ def _check_tokens(options: dict[str, Any]) -> None:
             raise DataError(f"{shown} has no meaning with --tokens bytes, which are always 256; leave it out")
 
 
-def _finished(kind: str, row: CorpusKind, request: CorpusRequest, out: Path) -> dict[str, Any] | None:
+def _finished(
+    kind: str, row: CorpusKind, source: Path | None, request: CorpusRequest, out: Path
+) -> dict[str, Any] | None:
     """Return the manifest of what is finished in `out`, if that is what is asked for."""
     manifest = read_manifest(out)
     if manifest is None:
@@ -115,11 +117,11 @@ def _finished(kind: str, row: CorpusKind, request: CorpusRequest, out: Path) -> 
     older = {"tokens": "words"} if "tokens" in now else {}
     if {**older, **{_RENAMED.get(name, name): value for name, value in before.items()}} != now:
         raise DataError(f"{out} was prepared with {before}, not {now}; {remedy}")
-    if request.source is not None and request.source.exists():
-        files = [(path.name, path.stat().st_size) for path in _paths(row.find(request, row.obtain))]
+    if row.find is not None and source is not None and source.exists():
+        there = [(path.name, path.stat().st_size) for path in _paths(row.find(source, request, row.obtain))]
         read = [(entry["name"], entry["bytes"]) for entry in manifest["source"]["files"]]
-        if files != read:
-            raise DataError(f"{out} was prepared from other files: {read}, now {files}; {remedy}")
+        if there != read:
+            raise DataError(f"{out} was prepared from other files: {read}, now {there}; {remedy}")
     wrong = damage(out, manifest)
     if wrong is not None:
         request.report(f"{out} is damaged ({wrong}): preparing it again", 0.0)
@@ -127,44 +129,53 @@ def _finished(kind: str, row: CorpusKind, request: CorpusRequest, out: Path) -> 
     return manifest
 
 
-def _prepare(kind: str, row: CorpusKind, request: CorpusRequest, out: Path, allow_other: bool) -> dict[str, Any]:
+def _prepare(
+    kind: str, row: CorpusKind, source: Path | None, request: CorpusRequest, out: Path, allow_other: bool
+) -> dict[str, Any]:
     with partial_folder(out) as folder:
-        name = kind if request.source is None else request.source.resolve().name
-        if request.source is None and row.hub is not None:
-            name = row.hub.name
+        name = kind if source is None else source.resolve().name
+        if source is None and row.hub is not None:
             # In a folder of their own: what is written from them may have the same names.
-            fetched = folder / "fetched"
-            fetched.mkdir()
-            fetch(row.hub, fetched, row.obtain, request.report)
-            request = replace(request, source=fetched)
-        sources = row.find(request, row.obtain)
+            name, source = row.hub.name, folder / "fetched"
+            source.mkdir()
+            fetch(row.hub, source, row.obtain, request.report)
+        sources = row.find(source, request, row.obtain) if row.find and source else {}
         built = row.build(sources, folder, request)
         wrong = _differences(row, built, allow_other)
         official = row.official is not None and not wrong
         request.report("checksums", 0.0)
-        tokenizer = built.tokenizer
+        tokenizer, own = built.tokenizer, out.resolve().name if row.named_by_out else name
         (folder / tokenizer.file).write_bytes(tokenizer.dump())
-        entries = [{"name": path.name, **checksum(path)} for path in _paths(sources)]
-        manifest: dict[str, Any] = {"format": FORMAT, "kind": kind, "official": official}
-        own = out.resolve().name if row.named_by_out else name
-        manifest["name"] = row.official.name if official and row.official else own
-        manifest |= {"source": {"name": name, "files": entries}, "options": _plain(request, row)}
-        manifest |= {"dtype": built.dtype, "byteorder": sys.byteorder}
-        size = {"kind": tokenizer.kind, "size": tokenizer.size}
-        manifest["vocabulary"] = {"file": tokenizer.file, **size, **checksum(folder / tokenizer.file)}
-        manifest |= built.describe(folder)
+        manifest: dict[str, Any] = {
+            "format": FORMAT,
+            "kind": kind,
+            "official": official,
+            "name": row.official.name if official and row.official else own,
+            "source": {"name": name, "files": [{"name": path.name, **checksum(path)} for path in _paths(sources)]},
+            "options": _plain(request, row),
+            "dtype": tokenizer.dtype,
+            "byteorder": sys.byteorder,
+            "vocabulary": {"file": tokenizer.file, "kind": tokenizer.kind, "size": tokenizer.size},
+            **({"layout": "pairs", "languages": list(built.languages)} if built.languages else {}),
+            "splits": built.splits,
+            "versions": {"fastweights": fastweights.__version__, "python": platform.python_version()},
+        }
+        for entry in files(manifest):
+            entry |= checksum(folder / entry["file"])
         for split, what in _sets(sources).items():
             manifest["splits"][split]["set"] = what
-        manifest["versions"] = {"fastweights": fastweights.__version__, "python": platform.python_version()}
         publish(folder, out, manifest, request.report)
         return manifest
 
 
-def _differences(row: CorpusKind, built: Any, allow_other: bool) -> list[str]:
+def _differences(row: CorpusKind, built: Built, allow_other: bool) -> list[str]:
     """Say in what this is not the published corpus; an error unless that is allowed."""
-    if built.lack is not None:
-        raise DataError(f"{built.lack}; {row.obtain}")
-    wrong: list[str] = row.official.differences(built) if row.official else []
+    for split, entry in built.splits.items():
+        if built.languages and not entry["pairs"]:
+            raise DataError(f"{split} has no pair of lines with something in both languages; {row.obtain}")
+        if not built.languages and entry["tokens"] < 2:
+            raise DataError(f"{split} has {entry['tokens']} tokens, too few to predict one from another; {row.obtain}")
+    wrong = row.official.differences(built) if row.official else []
     if row.official and wrong and not allow_other:
         raise DataError(
             f"this is not {row.official.name}, or not all of it: {'; '.join(wrong)}. {row.obtain[0].upper()}"
@@ -176,11 +187,11 @@ def _differences(row: CorpusKind, built: Any, allow_other: bool) -> list[str]:
 def _sets(sources: CorpusFiles) -> dict[str, str]:
     """Name the validation and the test set, which need not be of the corpus that the training text is of."""
     named: dict[str, dict[str, None]] = {}
-    for key, files in sources.items():
+    for key, places in sources.items():
         # Texts lie by split, sentence pairs by split and language.
         split, _, language = key.partition(".")
         if split in SPLITS[1:]:
-            names = (language_of(source.path)[0] if language else _set_name(source) for source in files)
+            names = (language_of(source.path)[0] if language else _set_name(source) for source in places)
             named.setdefault(split, {}).update(dict.fromkeys(names))
     return {split: ", ".join(names) for split, names in named.items()}
 
@@ -189,8 +200,8 @@ def _set_name(source: Source) -> str:
     """Return the name of a file, and of which published corpus it is where it is known by its content."""
     name = source.path.name if source.member is None else PurePosixPath(source.member).name
     digest = hashlib.sha256()
-    for piece in source.read():
-        digest.update(piece)
+    for _, block in source.blocks():
+        digest.update(block)
     published = PUBLISHED_SETS.get(digest.hexdigest())
     return name if published is None else f"{name} of {published}"
 

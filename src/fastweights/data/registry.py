@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 from fastweights.data.manifest import SPLITS, DataError
 from fastweights.data.pairs import numbers
-from fastweights.data.pairs.build import BuiltPairs, build_from_files, find_pairs
+from fastweights.data.pairs.build import build_from_files, find_pairs
 from fastweights.data.sources import (
+    Built,
     CorpusFiles,
     CorpusRequest,
     Hub,
+    Progress,
     Source,
     count_lines,
     find,
@@ -23,87 +25,67 @@ from fastweights.data.sources import (
     write_wmt,
 )
 from fastweights.data.text import embedded
-from fastweights.data.text.build import Built, Texts, build_bytes, build_ids, build_text, build_words
+from fastweights.data.text.build import build_bytes, build_ids, build_text
 
 
 class Official(NamedTuple):
-    """The counts of a published corpus."""
+    """The counts of a published corpus: tokens, or the least and most pairs, as copies of it were cleaned differently.
+
+    `words` is the size of the vocabulary, and `content` the SHA-256 of all that is read, where they tell a corpus.
+    """
 
     name: str
-    words: int
-    train: int
-    valid: int
-    test: int
+    words: int | None
+    train: int | tuple[int, int]
+    valid: int | tuple[int, int]
+    test: int | tuple[int, int]
     content: str = ""
 
     def differences(self, built: Built) -> list[str]:
         """Say in what a corpus that was built differs."""
-        counts = {"words": built.tokenizer.size, **{split: built.splits[split].tokens for split in SPLITS}}
-        wanted = self._asdict()
-        names = {"words": "in the vocabulary", **{split: f"tokens in {split}" for split in SPLITS}}
-        wrong = [f"{n:,} {names[key]}, not {wanted[key]:,}" for key, n in counts.items() if n != wanted[key]]
+        wrong = []
+        counts = {f"{built.unit} in {split}": built.splits.get(split, {}).get(built.unit, 0) for split in SPLITS}
+        counts = {"in the vocabulary": built.tokenizer.size, **counts}
+        for (what, count), bounds in zip(counts.items(), self[1:5], strict=True):
+            low, high = bounds if isinstance(bounds, tuple) else (bounds or count, bounds or count)
+            if not low <= count <= high:
+                wrong.append(f"{count:,} {what}, not {low:,}" + (f" to {high:,}" if high > low else ""))
         if built.content != self.content:
             wrong.append(f"SHA-256 {built.content}, not {self.content}")
         return wrong
-
-
-class OfficialPairs(NamedTuple):
-    """The least and most pairs of a published corpus: copies of its training set differ in what was cleaned away."""
-
-    name: str
-    train: tuple[int, int]
-    valid: tuple[int, int]
-    test: tuple[int, int]
-
-    def differences(self, built: BuiltPairs) -> list[str]:
-        """Say in what a corpus that was built differs."""
-        counts = {split: built.splits[split].pairs if split in built.splits else 0 for split in SPLITS}
-        bounds = {"train": self.train, "valid": self.valid, "test": self.test}
-        return [
-            f"{n:,} pairs in {split}, not {low:,}" + (f" to {high:,}" if high > low else "")
-            for split, n in counts.items()
-            for low, high in [bounds[split]]
-            if not low <= n <= high
-        ]
 
 
 @dataclass(frozen=True)
 class CorpusKind:
     """A corpus that can be prepared: how to find its files, how to build it from them, and where they can be had.
 
-    `needs` are the packages beyond the core installation that it is built with. A text of the user's
-    own is `named_by_out`, the folder it is written to; other corpora after their files.
+    `find` is None where it needs no files. `needs` are the packages beyond the core installation that it is built with.
+    A text of the user's own is `named_by_out`, the folder it is written to; other corpora after their files.
     """
 
     what: str
     obtain: str
-    find: Callable[[CorpusRequest, str], CorpusFiles]
-    build: Callable[[CorpusFiles, Path, CorpusRequest], Any]
-    official: Official | OfficialPairs | None = None
+    find: Callable[[Path, CorpusRequest, str], CorpusFiles] | None
+    build: Callable[[CorpusFiles, Path, CorpusRequest], Built]
+    official: Official | None = None
     hub: Hub | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    needs_source: bool = True
     needs: tuple[str, ...] = ()
     named_by_out: bool = False
 
 
-def _find_wikitext(request: CorpusRequest, obtain: str) -> CorpusFiles:
-    assert request.source is not None
-    names = [f"wiki.{split}.tokens" for split in SPLITS]
-    return {s: [source] for s, source in zip(SPLITS, find(request.source, names, obtain), strict=True)}
+def _find_wikitext(source: Path, request: CorpusRequest, obtain: str) -> CorpusFiles:
+    files = find(source, [f"wiki.{split}.tokens" for split in SPLITS], obtain)
+    return {split: [file] for split, file in zip(SPLITS, files, strict=True)}
 
 
-def _find_enwik8(request: CorpusRequest, obtain: str) -> CorpusFiles:
-    source = request.source
-    assert source is not None
+def _find_enwik8(source: Path, request: CorpusRequest, obtain: str) -> CorpusFiles:
     if source.is_file() and source.suffix != ".zip":
         return {"train": [_file(source, obtain)]}
     return {"train": find(source, ["enwik8"], obtain)}
 
 
-def _find_text(request: CorpusRequest, obtain: str) -> CorpusFiles:
-    source = request.source
-    assert source is not None
+def _find_text(source: Path, request: CorpusRequest, obtain: str) -> CorpusFiles:
     if source.is_dir():
         train = [Source(path) for path in sorted(source.glob("*.txt")) if path.stat().st_size]
         if not train:
@@ -117,9 +99,7 @@ def _find_text(request: CorpusRequest, obtain: str) -> CorpusFiles:
     return {"train": train, "valid": [_file(request.valid, obtain)], "test": [_file(request.test, obtain)]}
 
 
-def _find_ids(request: CorpusRequest, obtain: str) -> CorpusFiles:
-    source = request.source
-    assert source is not None
+def _find_ids(source: Path, request: CorpusRequest, obtain: str) -> CorpusFiles:
     if not source.is_dir():
         raise DataError(f"{source} is not a folder; {obtain}")
     ids = sorted(source.glob("train*.npy"))
@@ -140,54 +120,46 @@ def _file(path: Path, obtain: str) -> Source:
     return Source(path)
 
 
-def _build_words(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
-    return build_words(_texts(sources, request), folder, request.report)
-
-
-def _texts(sources: CorpusFiles, request: CorpusRequest) -> Texts:
-    return lambda split: text(sources[split][0], request.progress(split))
+def _build_wikitext(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
+    return build_text(lambda split, progress: text(sources[split][0], progress), folder, request)
 
 
 def _build_text(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
-    files = {split: [(source, count_lines(source)) for source in paths] for split, paths in sources.items()}
-    totals = {split: sum(lines for _, lines in sized) for split, sized in files.items()}
-    total = totals["train"]
     if "valid" in sources:
-        bounds = {split: (0, totals[split]) for split in SPLITS}
-    elif total < 20:
+
+        def read(split: str, progress: Progress) -> Iterator[str]:
+            for source in sources[split]:
+                yield from text(source, progress)
+
+        return build_text(read, folder, request)
+    counts = [count_lines(source) for source in sources["train"]]
+    total = sum(counts)
+    if total < 20:
         raise DataError(f"the text has {total} lines, too few to split 90/5/5; give --valid and --test files")
-    else:
-        ends = (0, total * 90 // 100, total * 95 // 100, total)
-        bounds = dict(zip(SPLITS, pairwise(ends), strict=True))
+    bounds = dict(zip(SPLITS, pairwise((0, total * 90 // 100, total * 95 // 100, total)), strict=True))
 
-    def texts(split: str) -> Iterator[str]:
-        return _lines(files.get(split, files["train"]), *bounds[split], request.progress(split))
+    def cut(split: str, progress: Progress) -> Iterator[str]:
+        start, stop = bounds[split]
+        for source, lines in zip(sources["train"], counts, strict=True):
+            if start < lines and stop > 0:
+                yield from text(source, progress, max(start, 0), min(stop, lines))
+            start, stop = start - lines, stop - lines
 
-    return build_text(texts, folder, request)
-
-
-def _lines(
-    files: Sequence[tuple[Source, int]], start: int, stop: int, progress: Callable[[float], None]
-) -> Iterator[str]:
-    """Read lines `start` to `stop` of files, each with its number of lines, one after the other."""
-    for source, lines in files:
-        if start < lines and stop > 0:
-            yield from text(source, progress, max(start, 0), min(stop, lines))
-        start, stop = start - lines, stop - lines
+    return build_text(cut, folder, request)
 
 
 def _build_enwik8(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
-    return build_bytes(sources["train"][0], folder, request.report)
+    return build_bytes(sources["train"][0], folder, request)
 
 
 def _build_ids(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
     ids, words = sources["train"][0].path, sources["vocabulary"][0].path
-    return build_ids(ids, words, _texts(sources, request), folder, request.report)
+    return build_ids(ids, words, lambda split, progress: text(sources[split][0], progress), folder, request)
 
 
 def _build_embedded(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
     texts = embedded.texts(request.report, spaced=request.tokens == "words")
-    return build_text(texts.__getitem__, folder, request)
+    return build_text(lambda split, progress: texts[split], folder, request)
 
 
 PUBLISHED_SETS = {
@@ -212,7 +184,7 @@ def _wikitext(name: str, words: int, tokens: int) -> CorpusKind:
         f"{configuration}.zip of Merity et al. (2016), in copies on the web, or the Hugging Face dataset "
         f"Salesforce/wikitext, configuration {configuration}",
         _find_wikitext,
-        _build_words,
+        _build_wikitext,
         official=Official(name, words, tokens, 217_646, 245_569),
         hub=Hub("Salesforce/wikitext", configuration, write_wikitext),
     )
@@ -254,10 +226,9 @@ CORPORA: dict[str, CorpusKind] = {
     "embedded": CorpusKind(
         "the English documentation that comes with Python, in words, byte pairs, characters or bytes; needs no files",
         "leave --source out",
-        lambda request, obtain: {},
+        None,
         _build_embedded,
         options=_TOKENS | {"min_count": 3},
-        needs_source=False,
     ),
     "wmt14": CorpusKind(
         "WMT14 English-German, sentence pairs",
@@ -265,7 +236,7 @@ CORPORA: dict[str, CorpusKind] = {
         "newstest2014 (statmt.org/wmt14/translation-task.html), or the Hugging Face dataset wmt/wmt14, de-en",
         find_pairs,
         build_from_files,
-        official=OfficialPairs("WMT14 en-de", (3_900_000, 4_600_000), (3_000, 3_000), (2_737, 3_003)),
+        official=Official("WMT14 en-de", None, (3_900_000, 4_600_000), (3_000, 3_000), (2_737, 3_003)),
         hub=Hub("wmt/wmt14", "de-en", write_wmt),
         options=_FILES | {"vocabulary_size": 32_000},
         needs=("tokenizers",),
@@ -281,10 +252,9 @@ CORPORA: dict[str, CorpusKind] = {
     "numbers": CorpusKind(
         "English number words to German ones, sentence pairs; needs no files",
         "leave --source out",
-        lambda request, obtain: {},
+        None,
         numbers.build,
         options={"pairs": 20_000, "held_out": 500, "highest": 999, "vocabulary_size": 400},
-        needs_source=False,
         needs=("num2words", "tokenizers"),
     ),
 }

@@ -1,18 +1,26 @@
-"""Where text comes from: files in a folder or a zip archive, read in blocks, or a download the user asked for."""
+"""Where text comes from: files in a folder or a zip archive, packed or not, or a download the user asked for."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
 from fastweights.data.manifest import DataError, Report, silent
+from fastweights.data.tokenizer import Tokenizer
 
 BLOCK = 1 << 22
+UNPACK: dict[str, Callable[[IO[bytes]], Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True)
@@ -33,17 +41,36 @@ class Source:
         with zipfile.ZipFile(self.path) as archive:
             return archive.getinfo(self.member).file_size
 
-    def read(self, size: int = BLOCK) -> Iterator[bytes]:
-        """Read the content, `size` bytes at a time."""
+    @contextmanager
+    def _open(self) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+        """Open the content, unpacked, and what it is unpacked from, whose place says how much was read."""
         try:
-            if self.member is None:
-                with self.path.open("rb") as file:
-                    yield from _pieces(file, size)
-            else:
-                with zipfile.ZipFile(self.path) as archive, archive.open(self.member) as file:
-                    yield from _pieces(file, size)
-        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-            raise DataError(f"{self.label} is damaged or cut short ({error}); obtain the archive again") from None
+            with ExitStack() as stack:
+                if self.member is None:
+                    raw: IO[bytes] = stack.enter_context(self.path.open("rb"))
+                else:
+                    archive = stack.enter_context(zipfile.ZipFile(self.path))
+                    raw = stack.enter_context(archive.open(self.member))
+                yield UNPACK[self.path.suffix](raw) if self.path.suffix in UNPACK else raw, raw
+        except (EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile, OSError) as error:
+            # gzip and bz2 report damage as an OSError, which then has no number of the system.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise DataError(f"{self.label} is damaged or cut short ({error}); obtain it again") from None
+
+    def blocks(
+        self, progress: Progress = lambda fraction: None, start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, bytes]]:
+        """Read lines `start` to `stop`, which \\n alone ends, many at a time, and where in the file these begin."""
+        size = self.size
+        with self._open() as (file, raw):
+            place, left = sum(map(len, islice(file, start))), None if stop is None else stop - start
+            while lines := file.readlines(BLOCK)[:left]:
+                block = b"".join(lines)
+                yield place, block
+                place += len(block)
+                left = None if left is None else left - len(lines)
+                progress(raw.tell() / size)
 
 
 CorpusFiles = dict[str, list[Source]]
@@ -54,7 +81,6 @@ CorpusFiles = dict[str, list[Source]]
 class CorpusRequest:
     """What to prepare; the options are those of `fastweights data`."""
 
-    source: Path | None = None
     valid: Path | None = None
     test: Path | None = None
     tokens: str = "words"
@@ -67,14 +93,28 @@ class CorpusRequest:
     highest: int = 0
     report: Report = silent
 
-    def progress(self, split: str) -> Callable[[float], None]:
-        """Return what takes the fraction of a split that has been read."""
-        return lambda fraction: self.report(f"reading {split}", fraction)
+    def progress(self, stage: str) -> Progress:
+        """Begin a stage, and return what takes the fraction of it that is done."""
+        self.report(stage, 0.0)
+        return partial(self.report, stage)
 
 
-def _pieces(file: IO[bytes], size: int) -> Iterator[bytes]:
-    while piece := file.read(size):
-        yield piece
+@dataclass
+class Built:
+    """What was written into a folder: tokens by `tokenizer`, and what the manifest says of each split, less checksums.
+
+    Sentence pairs have `languages`. `content` is the SHA-256 of all that was read, where counts do not tell a corpus.
+    """
+
+    tokenizer: Tokenizer
+    splits: dict[str, dict[str, Any]]
+    languages: tuple[str, str] | None = None
+    content: str = ""
+
+    @property
+    def unit(self) -> str:
+        """What the splits are counted in."""
+        return "tokens" if self.languages is None else "pairs"
 
 
 def find(source: Path, names: Sequence[str], obtain: str) -> list[Source]:
@@ -115,69 +155,34 @@ def _members(path: Path, obtain: str) -> list[str]:
         raise DataError(f"{path} {what}; {obtain}") from None
 
 
-def blocks(source: Source) -> Iterator[bytes]:
-    """Read the content, cut where a line ends, or at a space where a line is longer than a block."""
-    rest = b""
-    for piece in source.read():
-        data = rest + piece
-        cut = data.rfind(b"\n") + 1 or data.rfind(b" ") + 1
-        if cut:
-            yield data[:cut]
-        rest = data[cut:]
-    if rest:
-        yield rest
-
-
-def text(source: Source, report: Callable[[float], None], start: int = 0, stop: int | None = None) -> Iterator[str]:
+def text(
+    source: Source, progress: Progress = lambda fraction: None, start: int = 0, stop: int | None = None
+) -> Iterator[str]:
     """Read lines `start` to `stop` of a UTF-8 file, many at a time; the last ends like the others."""
-    size, offset, line = source.size, 0, 0
-    ended = True
-    for block in blocks(source):
-        lines = block.count(b"\n")
-        chosen, skipped = _lines(block, start - line, None if stop is None else stop - line)
-        if chosen:
-            try:
-                decoded = chosen.decode()
-            except UnicodeDecodeError as error:
-                where = skipped + error.start
-                raise DataError(
-                    f"{source.label} is not UTF-8: byte {offset + where:,} (0x{block[where]:02x}), in line "
-                    f"{line + block[:where].count(10) + 1:,}: {error.reason}; convert it, or obtain it again if it "
-                    "was cut short"
-                ) from None
-            if offset + skipped == 0:
-                decoded = decoded.removeprefix("\ufeff")
-            yield decoded
-            ended = decoded.endswith("\n")
-        offset += len(block)
-        line += lines
-        report(offset / size)
-        if stop is not None and line >= stop:
-            break
+    line, ended = start, True
+    for place, block in source.blocks(progress, start, stop):
+        try:
+            decoded = block.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{source.label} is not UTF-8: byte {place + error.start:,} (0x{block[error.start]:02x}), in line "
+                f"{line + block.count(10, 0, error.start) + 1:,}: {error.reason}; convert it, or obtain it again if "
+                "it was cut short"
+            ) from None
+        yield decoded if place else decoded.removeprefix("\ufeff")
+        line += block.count(10)
+        ended = block.endswith(b"\n")
     if not ended:
         yield "\n"
 
 
-def _lines(block: bytes, start: int, stop: int | None) -> tuple[bytes, int]:
-    """Return lines `start` to `stop` of a block, counted from its first, and how many bytes come before them."""
-    lines = block.count(b"\n")
-    if start <= 0 and (stop is None or stop > lines):
-        return block, 0
-    if start > lines:
-        return b"", 0
-    cut = block.split(b"\n")
-    before = sum(len(line) + 1 for line in cut[: max(start, 0)])
-    after = len(block) if stop is None or stop > lines else sum(len(line) + 1 for line in cut[:stop])
-    return block[before:after], before
-
-
 def count_lines(source: Source) -> int:
     """Count the lines of a file, a last one without an end among them."""
-    lines, last = 0, b"\n"
-    for piece in source.read():
-        lines += piece.count(b"\n")
-        last = piece[-1:]
-    return lines + (last != b"\n")
+    lines, ended = 0, True
+    for _, block in source.blocks():
+        lines += block.count(10)
+        ended = block.endswith(b"\n")
+    return lines + (not ended)
 
 
 class Hub(NamedTuple):

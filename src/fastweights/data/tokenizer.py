@@ -22,6 +22,8 @@ from fastweights.data.manifest import DataError
 
 EOS = "<eos>"
 UNKNOWN = "<unk>"
+# Pieces of byte pair encoding where nobody says how many.
+PIECES = 8_192
 BYTES = [bytes([number]) for number in range(256)]
 
 
@@ -32,17 +34,24 @@ class Tokenizer(ABC):
         kind: its name in a manifest and for `--tokens`.
         unit: what one token is called.
         file: name of the file that keeps it.
+        size: number of different tokens.
     """
 
     kind: ClassVar[str]
     unit: ClassVar[str]
     file: ClassVar[str]
+    size: int
     unknown: int | None = None
 
     @property
+    def dtype(self) -> str:
+        """The smallest type that holds every number."""
+        return "uint16" if self.size <= 1 << 16 else "uint32"
+
+    @classmethod
     @abstractmethod
-    def size(self) -> int:
-        """Number of different tokens."""
+    def train(cls, texts: Iterable[str], size: int | None = None, min_count: int = 1) -> Self:
+        """Learn the vocabulary: at most `size` tokens, of what comes at least `min_count` times in these texts."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -55,11 +64,6 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of these numbers."""
         return "".join(self.stream(ids))
-
-    @property
-    @abstractmethod
-    def line_ends(self) -> list[int]:
-        """Numbers of the tokens that end a line."""
 
     @abstractmethod
     def dump(self) -> bytes:
@@ -76,16 +80,26 @@ class WordTokenizer(Tokenizer):
     kind, unit, file = "words", "word", "vocabulary.txt"
 
     def __init__(self, words: Sequence[str]) -> None:
-        self.words = tuple(words)
+        self.words, self.size = tuple(words), len(words)
         self._index = {word: number for number, word in enumerate(self.words)}
-        if len(self._index) != len(self.words):
+        if len(self._index) != self.size:
             twice = next(word for number, word in enumerate(self.words) if self._index[word] != number)
             raise DataError(f"{twice!r} is in the vocabulary twice")
         self.unknown = self._index.get(UNKNOWN)
 
-    @property
-    def size(self) -> int:
-        return len(self.words)
+    @classmethod
+    def train(cls, texts: Iterable[str], size: int | None = None, min_count: int = 1) -> Self:
+        """Take `<eos>`, then the words by frequency, of equally frequent ones the first seen first.
+
+        Words that fall to a limit become `<unk>`, which stands second if the texts have none of their own.
+        """
+        _check_size(size, 2, f"{EOS} and {UNKNOWN} are always there")
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(split_words(text))
+        kept = [word for word, count in counts.most_common() if count >= min_count and word != EOS]
+        words = [EOS, *kept][:size]
+        return cls(words if UNKNOWN in words else [EOS, UNKNOWN, *kept][:size])
 
     def __contains__(self, word: object) -> bool:
         return word in self._index
@@ -116,10 +130,6 @@ class WordTokenizer(Tokenizer):
             yield "\n" if word == EOS else space + word
             space = "" if word == EOS else " "
 
-    @property
-    def line_ends(self) -> list[int]:
-        return [self[EOS]]
-
     def dump(self) -> bytes:
         return "".join(f"{word}\n" for word in self.words).encode()
 
@@ -131,11 +141,8 @@ class WordTokenizer(Tokenizer):
 class SpelledTokenizer(Tokenizer):
     """Tokens that stand for bytes of UTF-8, among them every single byte: any text is decoded as it was."""
 
-    pieces: Sequence[bytes]
-
-    @property
-    def size(self) -> int:
-        return len(self.pieces)
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self.pieces, self.size = pieces, len(pieces)
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Yield characters as soon as they are whole; bytes that are none become U+FFFD."""
@@ -144,16 +151,18 @@ class SpelledTokenizer(Tokenizer):
             yield decoder.decode(self.pieces[number])
         yield decoder.decode(b"", final=True)
 
-    @property
-    def line_ends(self) -> list[int]:
-        return [number for number, piece in enumerate(self.pieces) if piece.endswith(b"\n")]
-
 
 class ByteTokenizer(SpelledTokenizer):
     """The 256 bytes, each its own number; text is UTF-8."""
 
     kind, unit, file = "bytes", "byte", "vocabulary.json"
-    pieces = BYTES
+
+    def __init__(self) -> None:
+        super().__init__(BYTES)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], size: int | None = None, min_count: int = 1) -> Self:
+        return cls()
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of a text."""
@@ -176,23 +185,23 @@ class CharacterTokenizer(SpelledTokenizer):
     kind, unit, file = "characters", "character", "characters.json"
 
     def __init__(self, characters: str) -> None:
+        super().__init__([*BYTES, *(character.encode() for character in characters)])
         self.characters = characters
-        self.pieces = [*BYTES, *(character.encode() for character in characters)]
         self._index = {chr(number): number for number in range(128)}
         self._index |= {character: number for number, character in enumerate(characters, start=256)}
         if len(self._index) != 128 + len(characters):
             raise DataError("a character is in the vocabulary twice, or one of ASCII, which is always there")
 
     @classmethod
-    def train(cls, texts: Iterable[str], size: int | None, min_count: int) -> Self:
+    def train(cls, texts: Iterable[str], size: int | None = None, min_count: int = 1) -> Self:
         """Give numbers to the characters of these texts, frequent ones first, up to a vocabulary of `size`."""
-        _check_size(size, len(BYTES), "the bytes")
+        _check_size(size, len(BYTES), "the bytes are always there")
         counts: Counter[str] = Counter()
         for text in texts:
             counts.update(text)
-        ranked = sorted((c for c, n in counts.items() if n >= min_count and not c.isascii()))
-        ranked.sort(key=counts.__getitem__, reverse=True)
-        return cls("".join(ranked[: None if size is None else size - len(BYTES)]))
+        kept = [c for c in sorted(counts) if counts[c] >= min_count and not c.isascii()]
+        kept.sort(key=counts.__getitem__, reverse=True)
+        return cls("".join(kept[: None if size is None else size - len(BYTES)]))
 
     def encode(self, text: str) -> list[int]:
         """Return the number of each character, or those of its bytes."""
@@ -223,31 +232,26 @@ class PieceTokenizer(SpelledTokenizer):
     specials: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, content: bytes) -> None:
-        self._content = content
+        self._content, library, count, letters = content, byte_pair_library(), len(self.specials), _letters()
         try:
+            self._inner = library.Tokenizer.from_str(content.decode())
             vocabulary: dict[str, int] = json.loads(content)["model"]["vocab"]
-            self._inner = byte_pair_library().Tokenizer.from_str(content.decode())
-        except DataError:
-            raise
+            words = sorted(vocabulary, key=vocabulary.__getitem__)
+            super().__init__([b""] * count + [bytes(letters[letter] for letter in word) for word in words[count:]])
         except Exception as error:
-            # The library raises bare Exceptions.
-            raise DataError(f"this is not a {self.file}: {error}") from None
-        words = sorted(vocabulary, key=vocabulary.__getitem__)
-        count = len(self.specials)
+            # The library raises bare Exceptions, and a KeyError is a letter that stands for no byte.
+            raise DataError(f"this is not a {self.file} of byte pairs: {error!r}") from None
         if tuple(words[:count]) != self.specials:
             raise DataError(
                 f"pieces 0 … {count - 1} of a tokenizer must be {self.specials}, this one has {tuple(words[:count])}"
             )
-        letters = _letters()
-        try:
-            self.pieces = [b""] * count + [bytes(letters[letter] for letter in word) for word in words[count:]]
-        except KeyError as error:
-            raise DataError(f"this {self.file} is not one of bytes: a piece has the letter {error}") from None
 
     @classmethod
-    def train(cls, texts: Iterable[str], size: int, min_count: int = 2) -> Self:
-        """Train `size` pieces, or fewer where no more pairs of pieces come `min_count` times, at least twice."""
-        _check_size(size, len(cls.specials) + len(BYTES), "the bytes and specials")
+    def train(cls, texts: Iterable[str], size: int | None = None, min_count: int = 1) -> Self:
+        """Merge up to `size` pieces, fewer where no pair of pieces is left that comes `min_count` times, or twice."""
+        size = size or PIECES
+        least = len(cls.specials) + len(BYTES)
+        _check_size(size, least, f"bytes and specials are {least} pieces")
         library = byte_pair_library()
         inner = library.Tokenizer(library.models.BPE())
         inner.pre_tokenizer = cls._pre_tokenizer(library.pre_tokenizers)
@@ -259,7 +263,7 @@ class PieceTokenizer(SpelledTokenizer):
             special_tokens=list(cls.specials),
             initial_alphabet=sorted(_letters()),
         )
-        inner.train_from_iterator(texts, trainer)
+        inner.train_from_iterator((line for text in texts for line in cls._lines(text)), trainer)
         content = json.loads(inner.to_str())
         content["added_tokens"] = []
         return cls((json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode())
@@ -271,12 +275,17 @@ class PieceTokenizer(SpelledTokenizer):
             [library.Split("\n", "merged_with_previous"), library.ByteLevel(add_prefix_space=False)]
         )
 
-    def encode(self, text: str) -> list[int]:
-        return list(chain.from_iterable(self.encode_batch(split_lines(text))))
+    @classmethod
+    def _lines(cls, text: str) -> list[str]:
+        """Return the parts of a text that are encoded apart: it is cut after each line feed, and nowhere else."""
+        *lines, rest = text.split("\n")
+        return [f"{line}\n" for line in lines] + ([rest] if rest else [])
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the numbers of each text, without specials."""
-        return [row.ids for row in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+    def encode(self, text: str) -> list[int]:
+        return list(chain.from_iterable(self._encode(self._lines(text))))
+
+    def _encode(self, lines: Sequence[str]) -> list[list[int]]:
+        return [row.ids for row in self._inner.encode_batch_fast(lines, add_special_tokens=False)]
 
     def dump(self) -> bytes:
         return self._content
@@ -298,15 +307,9 @@ def split_words(text: str) -> list[str]:
     return text.replace("\n", f" {EOS} ").split()
 
 
-def split_lines(text: str) -> list[str]:
-    """Split a text after each line feed, and nowhere else."""
-    *lines, rest = text.split("\n")
-    return [f"{line}\n" for line in lines] + ([rest] if rest else [])
-
-
 def _check_size(size: int | None, least: int, why: str) -> None:
     if size is not None and size < least:
-        raise DataError(f"--vocabulary-size must be at least {least}, got {size}: {why} are {least} pieces")
+        raise DataError(f"--vocabulary-size must be at least {least}, got {size}: {why}")
 
 
 def _letters() -> dict[str, int]:

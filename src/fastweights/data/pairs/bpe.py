@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from collections.abc import Iterable
+from typing import Any
 
 from fastweights.data.tokenizer import PieceTokenizer
 
@@ -21,18 +21,16 @@ class PairTokenizer(PieceTokenizer):
     specials = ("<pad>", "<s>", "</s>", "<unk>")
 
     @classmethod
-    def train(cls, texts: Iterable[str], size: int, min_count: int = 2) -> Self:
-        return super().train((f" {text}" for text in texts), size, min_count)
-
-    @classmethod
     def _pre_tokenizer(cls, library: Any) -> Any:
         return library.ByteLevel(add_prefix_space=False)
 
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
+    @classmethod
+    def _lines(cls, text: str) -> list[str]:
+        return [f" {text}"]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return super().encode_batch([f" {text}" for text in texts])
+    def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
+        """Return the numbers of each sentence, without specials."""
+        return self._encode([f" {text}" for text in texts])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text; specials are left out, and bytes that are no UTF-8 become U+FFFD."""

@@ -11,78 +11,28 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
-from fastweights.data.manifest import SPLITS, TYPE_CODES, DataError, checksum
+from fastweights.data.manifest import SPLITS, TYPE_CODES, DataError
 from fastweights.data.pairs.bpe import PairTokenizer
-from fastweights.data.pairs.files import FileSet, Pair, Progress, find_sets, named_set, one_sided, read_pairs, sort_sets
-from fastweights.data.sources import CorpusFiles, CorpusRequest, Source
-from fastweights.data.text.build import dtype_for
+from fastweights.data.pairs.files import FileSet, Pair, find_sets, named_set, read_pairs, sort_sets
+from fastweights.data.sources import Built, CorpusFiles, CorpusRequest, Progress, Source
 
 _CHUNK = 1 << 14
 SIDES = ("source", "target")
 Pairs = Callable[[str, Progress], Iterator[Pair]]
 
 
-@dataclass
-class PairCounts:
-    """Pairs of a split and the tokens of each side; training pairs that were left out because a side is empty."""
-
-    pairs: int = 0
-    left_out: int = 0
-    tokens: list[int] = field(default_factory=lambda: [0, 0])
-
-
-@dataclass
-class BuiltPairs:
-    """What was written into the folder."""
-
-    tokenizer: PairTokenizer
-    languages: tuple[str, str]
-    splits: dict[str, PairCounts] = field(default_factory=dict)
-
-    @property
-    def dtype(self) -> str:
-        return dtype_for(self.tokenizer.size)
-
-    @property
-    def lack(self) -> str | None:
-        """What is too little to learn from."""
-        empty = (split for split, counts in self.splits.items() if not counts.pairs)
-        return next((f"{split} has no pair of lines with something in both languages" for split in empty), None)
-
-    def describe(self, folder: Path) -> dict[str, Any]:
-        """Return what the manifest says of the splits and their files."""
-        splits = {split: self._entry(split, counts, folder) for split, counts in self.splits.items()}
-        return {"layout": "pairs", "languages": list(self.languages), "splits": splits}
-
-    def _entry(self, split: str, counts: PairCounts, folder: Path) -> dict[str, Any]:
-        files: dict[str, Any] = {}
-        for side, language, tokens in zip(SIDES, self.languages, counts.tokens, strict=True):
-            files[side] = {"tokens": tokens, **_file(folder, f"{split}.{language}.bin")}
-            files[f"{side}_starts"] = _file(folder, f"{split}.{language}.starts")
-            if split != "train":
-                files[f"{side}_text"] = _file(folder, f"{split}.{language}")
-        return {"pairs": counts.pairs, "left_out": counts.left_out, "files": files}
-
-
-def _file(folder: Path, name: str) -> dict[str, Any]:
-    return {"file": name, **checksum(folder / name)}
-
-
-def find_pairs(request: CorpusRequest, obtain: str) -> CorpusFiles:
+def find_pairs(folder: Path, request: CorpusRequest, obtain: str) -> CorpusFiles:
     """Find the files of each split and language, as `train.en`: by the names of the files, or by --valid and --test."""
-    folder, languages = request.source, (request.source_language, request.target_language)
-    assert folder is not None
+    languages = (request.source_language, request.target_language)
     if languages[0] == languages[1]:
         raise DataError(f"source and target language are both {languages[0]!r}")
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; {obtain}")
-    sets, halves = find_sets(folder, languages), one_sided(folder, languages)
+    sets, halves = find_sets(folder, languages)
     if halves:
         request.report(f"left out, being in one language only: {', '.join(sorted(halves))}", 0.0)
     uses = {split: [sets[name] for name in names] for split, names in sort_sets(sets).items()}
@@ -108,7 +58,7 @@ def find_pairs(request: CorpusRequest, obtain: str) -> CorpusFiles:
     }
 
 
-def build_from_files(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> BuiltPairs:
+def build_from_files(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
     """Read the files that were found, once for the vocabulary and once more for the numbers."""
     languages = (request.source_language, request.target_language)
     splits = [split for split in SPLITS if f"{split}.{languages[0]}" in sources]
@@ -117,8 +67,11 @@ def build_from_files(sources: CorpusFiles, folder: Path, request: CorpusRequest)
         sides = [sources[f"{split}.{language}"] for language in languages]
         sets = [FileSet(source.path, target.path) for source, target in zip(*sides, strict=True)]
         for number, files in enumerate(sets):
-            part = _part(progress, number, len(sets))
-            for pair in read_pairs(files, part):
+
+            def report(fraction: float, before: int = number) -> None:
+                progress((before + fraction) / len(sets))
+
+            for pair in read_pairs(files, report):
                 if pair.source and pair.target:
                     yield pair
                 elif split == "train":
@@ -130,41 +83,35 @@ def build_from_files(sources: CorpusFiles, folder: Path, request: CorpusRequest)
     return build_pairs(read, splits, languages, folder, request)
 
 
-def _part(progress: Progress, number: int, count: int) -> Progress:
-    """Return progress in part `number` of `count` as progress in the whole."""
-    return lambda fraction: progress((number + fraction) / count)
-
-
 def build_pairs(
     read: Pairs, splits: list[str], languages: tuple[str, str], folder: Path, request: CorpusRequest
-) -> BuiltPairs:
+) -> Built:
     """Write the pairs that `read` gives for each split; a pair of empty lines is one to leave out."""
-    size = request.vocabulary_size
-    assert size is not None
-    built = BuiltPairs(PairTokenizer.train(_texts(read, size, request), size), languages)
+
+    def training_text() -> Iterator[str]:
+        for pair in read("train", request.progress("reading train")):
+            if pair.source:
+                yield from pair[1:]
+        # The library merges pairs when it has read all, and says nothing while it does.
+        request.report("making the vocabulary", 0.0)
+
+    tokenizer = PairTokenizer.train(training_text(), request.vocabulary_size)
+    entries = {}
     for split in splits:
-        progress = partial(request.report, f"writing {split}")
-        progress(0.0)
-        built.splits[split] = _write(read(split, progress), split, built, folder)
-    return built
+        pairs = read(split, request.progress(f"writing {split}"))
+        entries[split] = _write(pairs, split, tokenizer, languages, folder)
+    return Built(tokenizer, entries, languages)
 
 
-def _texts(read: Pairs, size: int, request: CorpusRequest) -> Iterator[str]:
-    """Yield both sides of the training pairs, for the vocabulary."""
-    request.progress("train")(0.0)
-    for pair in read("train", request.progress("train")):
-        if pair.source:
-            yield from pair[1:]
-    # The library merges pairs when it has read all, and says nothing while it does.
-    request.report(f"merging to {size:,} pieces", 0.0)
-
-
-def _write(pairs: Iterator[Pair], split: str, built: BuiltPairs, folder: Path) -> PairCounts:
-    counts, code = PairCounts(), TYPE_CODES[built.dtype]
+def _write(
+    pairs: Iterator[Pair], split: str, tokenizer: PairTokenizer, languages: tuple[str, str], folder: Path
+) -> dict[str, Any]:
+    """Write a split, and return what the manifest says of it: training pairs with an empty side are `left_out`."""
+    total, left_out, tokens, code = 0, 0, [0, 0], TYPE_CODES[tokenizer.dtype]
     with ExitStack() as stack:
 
         def create(suffix: str) -> list[Any]:
-            paths = [folder / f"{split}.{language}{suffix}" for language in built.languages]
+            paths = [folder / f"{split}.{language}{suffix}" for language in languages]
             return [stack.enter_context(path.open("wb")) for path in paths]
 
         numbers, starts = create(".bin"), create(".starts")
@@ -173,16 +120,20 @@ def _write(pairs: Iterator[Pair], split: str, built: BuiltPairs, folder: Path) -
             array("Q", [0]).tofile(file)
         while chunk := list(islice(pairs, _CHUNK)):
             kept = [pair[1:] for pair in chunk if pair.source]
-            counts.pairs += len(kept)
-            counts.left_out += len(chunk) - len(kept)
+            total += len(kept)
+            left_out += len(chunk) - len(kept)
             for side, lines in enumerate(zip(*kept, strict=True)):
-                rows = built.tokenizer.encode_batch(lines)
-                ends = array("Q")
-                for row in rows:
-                    array(code, row).tofile(numbers[side])
-                    counts.tokens[side] += len(row)
-                    ends.append(counts.tokens[side])
+                rows = tokenizer.encode_batch(lines)
+                ends = array("Q", accumulate(map(len, rows), initial=tokens[side]))[1:]
                 ends.tofile(starts[side])
+                tokens[side] = ends[-1]
+                array(code, chain.from_iterable(rows)).tofile(numbers[side])
                 if texts:
                     texts[side].write("".join(f"{line}\n" for line in lines).encode())
-    return counts
+    files: dict[str, Any] = {}
+    for name, language, count in zip(SIDES, languages, tokens, strict=True):
+        files[name] = {"file": f"{split}.{language}.bin", "tokens": count}
+        files[f"{name}_starts"] = {"file": f"{split}.{language}.starts"}
+        if texts:
+            files[f"{name}_text"] = {"file": f"{split}.{language}"}
+    return {"pairs": total, "left_out": left_out, "files": files}

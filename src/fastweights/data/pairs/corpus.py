@@ -48,17 +48,11 @@ class ParallelSplit:
 
     def source(self, number: int) -> np.ndarray:
         """Return the token numbers of a source sentence."""
-        return self._sentence("source", number)
+        return self.tokens("source", np.array([number]))
 
     def target(self, number: int) -> np.ndarray:
         """Return the token numbers of a target sentence."""
-        return self._sentence("target", number)
-
-    def _sentence(self, side: str, number: int) -> np.ndarray:
-        if not 0 <= number < self._size:
-            raise IndexError(f"{self.name} has pairs 0 … {self._size - 1}, got {number}")
-        starts = self._starts[side]
-        return np.asarray(self._ids[side][int(starts[number]) : int(starts[number + 1])])
+        return self.tokens("target", np.array([number]))
 
     def tokens(self, side: str, numbers: Integers) -> np.ndarray:
         """Return the token numbers of those sentences of a side, one after another; of a thousand in one go."""
@@ -90,7 +84,7 @@ class ParallelSplit:
     def _texts(self, side: str) -> list[str]:
         if f"{side}_text" not in self._files:
             # Every text comes back from its tokens as it was; of the training text there is no other copy.
-            return [self.tokenizer.decode(self._sentence(side, number)) for number in range(self._size)]
+            return [self.tokenizer.decode(self.tokens(side, np.array([number]))) for number in range(self._size)]
         # Only \n ends a line.
         return self._path(f"{side}_text").read_bytes().decode().removesuffix("\n").split("\n")
 

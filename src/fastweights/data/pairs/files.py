@@ -6,21 +6,16 @@ WMT's `newstest2014-deen-src.en.sgm` and `newstest2014-deen-ref.de.sgm`.
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import html
-import lzma
 import re
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
 from fastweights.data.manifest import DataError
+from fastweights.data.sources import UNPACK, Progress, Source, text
 
-_OPEN: dict[str, Callable[[IO[bytes]], Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-# What unpacking raises: gzip and bz2 have no errors but those of the system.
-_DAMAGE = (EOFError, lzma.LZMAError, zlib.error, OSError)
 _SEGMENT = re.compile(r"<seg\b[^>]*>(.*?)</seg>", re.DOTALL | re.IGNORECASE)
 _SIDE = re.compile(r"[-.](src|ref)$")
 # The first that a set's name fits decides its use; None is for sets that are no part of any.
@@ -32,7 +27,6 @@ _USES: tuple[tuple[re.Pattern[str], str | None], ...] = (
     (re.compile(r"(^|[^a-z])(valid|val|dev)"), "valid"),
     (re.compile(r"(^|[^a-z])test"), "test"),
 )
-Progress = Callable[[float], None]
 
 
 class Pair(NamedTuple):
@@ -53,39 +47,27 @@ class FileSet(NamedTuple):
 def language_of(path: Path) -> tuple[str, str]:
     """Return the name of a file's set and the language at its end: ("train", "en") for `train.en.gz`."""
     name = path.name
-    for suffix in (*_OPEN, ".sgm", ".sgml"):
+    for suffix in (*UNPACK, ".sgm", ".sgml"):
         name = name.removesuffix(suffix)
     stem, _, language = name.rpartition(".")
     return _SIDE.sub("", stem), language
 
 
-def find_sets(folder: Path, languages: tuple[str, str]) -> dict[str, FileSet]:
-    """Find the sets of files in a folder by name, without those of one language alone, as of WMT's other pairs."""
-    return {
-        name: FileSet(_one(sides[languages[0]], "src"), _one(sides[languages[1]], "ref"))
-        for name, sides in _sides(folder, languages).items()
-        if len(sides) == 2
-    }
-
-
-def one_sided(folder: Path, languages: tuple[str, str]) -> dict[str, str]:
-    """Say what the sets of one language alone lack, by their names."""
-    missing = {}
-    for name, sides in _sides(folder, languages).items():
-        for language, other in (languages, languages[::-1]):
-            if language not in sides:
-                missing[name] = f"{sides[other][0]} has no counterpart {name}.{language} in {folder}"
-    return missing
-
-
-def _sides(folder: Path, languages: tuple[str, str]) -> dict[str, dict[str, list[Path]]]:
-    """Find the files of each set by language, of those two that are there."""
-    sets: dict[str, dict[str, list[Path]]] = {}
+def find_sets(folder: Path, languages: tuple[str, str]) -> tuple[dict[str, FileSet], dict[str, str]]:
+    """Find the sets of files in a folder by name, and what those of one language alone lack."""
+    found: dict[str, dict[str, list[Path]]] = {}
     for path in sorted(folder.iterdir()):
         name, language = language_of(path)
         if name and language in languages and path.is_file():
-            sets.setdefault(name, {}).setdefault(language, []).append(path)
-    return sets
+            found.setdefault(name, {}).setdefault(language, []).append(path)
+    sets, halves = {}, {}
+    for name, sides in found.items():
+        missing = [language for language in languages if language not in sides]
+        if missing:
+            halves[name] = f"{next(iter(sides.values()))[0]} has no counterpart {name}.{missing[0]} in {folder}"
+        else:
+            sets[name] = FileSet(_one(sides[languages[0]], "src"), _one(sides[languages[1]], "ref"))
+    return sets, halves
 
 
 def _one(paths: list[Path], side: str) -> Path:
@@ -116,48 +98,36 @@ def named_set(path: Path, folder: Path, languages: tuple[str, str]) -> FileSet:
     reasons: list[str] = []
     for place in dict.fromkeys((path.parent, folder / path.parent)):
         if place.is_dir():
-            sets = find_sets(place, languages)
+            sets, halves = find_sets(place, languages)
             for name in (path.name, language_of(path)[0]):
                 if name in sets:
                     return sets[name]
-            halves = one_sided(place, languages)
-            reasons += [halves[name] for name in (path.name, language_of(path)[0]) if name in halves]
+                reasons += [halves[name]] if name in halves else []
     raise DataError((reasons or [f"there are no files {path}.{languages[0]} and {path}.{languages[1]}"])[0])
 
 
 def read_pairs(files: FileSet, progress: Progress) -> Iterator[Pair]:
     """Read the lines of two files side by side, without white space at their ends."""
-    source, target = _lines(files.source, progress), _lines(files.target, lambda fraction: None)
-    number = 0
-    while True:
-        left, right = next(source, None), next(target, None)
-        if left is None or right is None:
-            break
-        number += 1
-        yield Pair(number, left, right)
-    if left is not None or right is not None:
-        short, long = (files.source, files.target) if left is None else (files.target, files.source)
-        raise DataError(
-            f"{short} ends after line {number:,} and {long} continues: the two are not aligned; obtain them again"
-        )
+    number, lines = 0, zip_longest(_lines(files.source, progress), _lines(files.target, lambda fraction: None))
+    for number, (source, target) in enumerate(lines, start=1):
+        if source is None or target is None:
+            short, long = files if source is None else files[::-1]
+            ends = f"{short} ends after line {number - 1:,} and {long} continues"
+            raise DataError(f"{ends}: the two are not aligned; obtain them again")
+        yield Pair(number, source, target)
     if not number:
         raise DataError(f"{files.source} and {files.target} are empty")
 
 
 def _lines(path: Path, progress: Progress) -> Iterator[str]:
     if ".sgm" in path.name:
-        yield from _segments(path)
+        for segment in _SEGMENT.findall("".join(text(Source(path), progress))):
+            yield " ".join(html.unescape(segment).split())
         return
-    size, number = path.stat().st_size, 0
-    with path.open("rb") as raw:
-        try:
-            # Only \n ends a line: other signs that Python takes for ends stand inside lines of the crawled corpora.
-            for number, line in enumerate(_unpacked(raw, path), start=1):
-                yield decode_line(line, number, path)
-                if number % 4096 == 0:
-                    progress(raw.tell() / size)
-        except _DAMAGE as error:
-            raise DataError(f"{path} is damaged or cut short after line {number:,} ({error})") from None
+    blocks = (block for _, block in Source(path).blocks(progress))
+    lines = (line for block in blocks for line in block.removesuffix(b"\n").split(b"\n"))
+    for number, line in enumerate(lines, start=1):
+        yield decode_line(line, number, path)
 
 
 def decode_line(line: bytes, number: int, name: object) -> str:
@@ -167,20 +137,3 @@ def decode_line(line: bytes, number: int, name: object) -> str:
     except UnicodeDecodeError as error:
         wrong = error.object[error.start]
         raise DataError(f"{name} is not UTF-8: 0x{wrong:02x} in line {number:,}: {error.reason}") from None
-
-
-def _segments(path: Path) -> Iterator[str]:
-    with path.open("rb") as raw:
-        try:
-            text = _unpacked(raw, path).read().decode()
-        except UnicodeDecodeError as error:
-            line = error.object.count(b"\n", 0, error.start) + 1
-            raise DataError(f"{path} is not UTF-8 in line {line:,}: {error.reason}") from None
-        except _DAMAGE as error:
-            raise DataError(f"{path} is damaged or cut short ({error})") from None
-    for segment in _SEGMENT.findall(text):
-        yield " ".join(html.unescape(segment).split())
-
-
-def _unpacked(raw: IO[bytes], path: Path) -> Any:
-    return _OPEN[path.suffix](raw) if path.suffix in _OPEN else raw

@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 
 from fastweights.data.manifest import SPLITS, DataError
-from fastweights.data.pairs.build import BuiltPairs, build_pairs
-from fastweights.data.pairs.files import Pair, Progress
-from fastweights.data.sources import CorpusFiles, CorpusRequest
+from fastweights.data.pairs.build import build_pairs
+from fastweights.data.pairs.files import Pair
+from fastweights.data.sources import Built, CorpusFiles, CorpusRequest, Progress
 
 LANGUAGES = ("en", "de")
 # Scores count words in a row, up to four: a line of one number would have none.
@@ -63,7 +63,7 @@ def lines(split: str, count: int, highest: int) -> Iterator[Pair]:
         yield Pair(number, ", ".join(map(english, values)), ", ".join(map(german, values)))
 
 
-def build(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> BuiltPairs:
+def build(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
     """Build the corpus with the sizes of the request."""
     counts = dict(zip(SPLITS, (request.pairs, request.held_out, request.held_out), strict=True))
 

@@ -39,7 +39,8 @@ def articles(tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
 
 def paragraphs(tokens: Tensor, tokenizer: Tokenizer) -> Tensor:
     """Mark whatever follows one or more empty lines."""
-    ends = torch.isin(tokens, torch.tensor(tokenizer.line_ends, dtype=tokens.dtype, device=tokens.device))
+    line_ends = [number for number in range(tokenizer.size) if tokenizer.decode([number]).endswith("\n")]
+    ends = torch.isin(tokens, torch.tensor(line_ends, dtype=tokens.dtype, device=tokens.device))
     starts = torch.zeros_like(ends)
     starts[2:] = ends[:-2] & ends[1:-1] & ~ends[2:]
     return starts
