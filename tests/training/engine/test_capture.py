@@ -15,9 +15,9 @@ from fastweights.training.engine import learner
 from fastweights.training.engine.capture import PATIENCE, WARMUP_UPDATES, CapturedUpdates, refusal
 from fastweights.training.engine.distributed import launch
 from fastweights.training.runs.signals import Interrupted
+from tests.training.tiny import EPOCH, TinyBatch, TinyTask, config, losses, run
 
 from .test_loop import StopsAt
-from .tiny import EPOCH, TinyBatch, TinyTask, config, losses, run
 
 CPU = torch.device("cpu")
 

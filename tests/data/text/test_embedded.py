@@ -10,14 +10,11 @@ import pytest
 
 from fastweights.data.prepare import prepare
 from fastweights.data.text import embedded
-from fastweights.data.text.corpus import Corpus
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    out = tmp_path_factory.mktemp("embedded")
-    prepare("embedded", None, out)
-    return Corpus.load(out, verify=True)
+def corpus(embedded_corpus):
+    return embedded_corpus
 
 
 def test_a_few_hundred_thousand_tokens(corpus):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from .tiny import losses, quiet, run
+from tests.training.tiny import losses, quiet, run
 
-CHILD = Path(__file__).with_name("child.py")
+CHILD = Path(__file__).parents[1] / "child.py"
 SIGNALS = ("SIGINT", "SIGTERM")
 KILLS = ("training", "writing-training.pt", "writing-manifest.json")
 

@@ -12,11 +12,10 @@ from lightning.fabric.strategies import SingleDeviceStrategy
 from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.training.engine.distributed import launch
 from fastweights.training.runs.log import read_log
+from tests.training import small_pairs
+from tests.training.tiny import TinyBlocks, TinyTask, config, losses, quiet, run
 
-from . import small_pairs
-from .tiny import TinyBlocks, TinyTask, config, losses, quiet, run
-
-SCRIPT = Path(__file__).with_name("processes.py")
+SCRIPT = Path(__file__).parents[1] / "processes.py"
 PLAIN = {"dropout": 0.0}
 RAGGED = {"dropout": 0.0, "ragged": True, "carried": False}
 

@@ -16,8 +16,7 @@ from fastweights.training.engine.optim import (
     set_learning_rate,
     step_scaled,
 )
-
-from .tiny import config
+from tests.training.tiny import config
 
 
 def authors_rates(steps, lr, warmup):

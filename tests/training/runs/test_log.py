@@ -9,8 +9,7 @@ import torch
 from rich.console import Console
 
 from fastweights.training.runs import log
-
-from .tiny import run
+from tests.training.tiny import run
 
 
 def test_a_bar_on_a_terminal(tmp_path):

@@ -1,18 +1,16 @@
 """Where documents begin, and that a model forgets there: rows of many documents are those documents one by one."""
 
-import os
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 
 from fastweights.data.manifest import DataError
-from fastweights.data.prepare import prepare
-from fastweights.data.text.corpus import Corpus, TokenStream
+from fastweights.data.text.corpus import TokenStream
 from fastweights.data.text.documents import DOCUMENTS, mark_documents
 from fastweights.data.tokenizer import ByteTokenizer, WordTokenizer, split_words
 from fastweights.training.tasks.evaluate import Protocol, measure
+from tests.data.corpora import REAL
 from tests.training.small_text import random_model
 
 WIKI = """
@@ -63,16 +61,13 @@ def test_what_cannot_be_found_is_refused():
 
 
 @pytest.mark.parametrize("kind", sorted(DOCUMENTS))
-def test_every_kind_reads_the_embedded_corpus(tmp_path, kind):
-    prepare("embedded", None, tmp_path / "corpus")
-    corpus = Corpus.load(tmp_path / "corpus")
-    starts = mark_documents(corpus.valid, corpus.tokenizer, kind).starts
+def test_every_kind_reads_the_embedded_corpus(embedded_corpus, kind):
+    starts = mark_documents(embedded_corpus.valid, embedded_corpus.tokenizer, kind).starts
     assert starts is None if kind == "none" else starts.sum() > 2
 
 
 def test_wikitext_has_sixty_articles_to_validate():
-    data = Path(os.environ.get("FASTWEIGHTS_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
-    path = data / "wikitext-103" / "wiki.valid.tokens"
+    path = REAL / "wikitext-103" / "wiki.valid.tokens"
     if not path.is_file():
         pytest.skip(f"{path} is not here")
     assert len(mark(path.read_text())) == 60

@@ -20,9 +20,8 @@ from fastweights.training.runs.saved import TranslationRun, keep_tokenizer
 from fastweights.training.runs.signals import Interrupted
 from fastweights.training.tasks.translation import TranslationTask, assemble_translation, bleu, plan_translation
 from tests.data.pair_files import write_set
-
-from .small_pairs import SMALL, run, small_pairs, small_translation
-from .tiny import losses, quiet
+from tests.training.small_pairs import SMALL, run, small_pairs, small_translation
+from tests.training.tiny import losses, quiet
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from fastweights.models.presets import PRESETS
 from fastweights.training.engine.distributed import launch
 from fastweights.training.engine.learner import Learner
 from fastweights.training.runs.signals import Interrupted
+from tests.training.small_text import MIXERS
+from tests.training.tiny import TinyBlocks, TinyTask, config, losses, run
 
-from .small_text import MIXERS
 from .test_loop import StopsAt
-from .tiny import TinyBlocks, TinyTask, config, losses, run
 
 pytestmark = [
     # torch's compiler imports what torch deprecates, advertises TF32, and captures an empty graph to begin with.

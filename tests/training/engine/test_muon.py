@@ -11,10 +11,10 @@ from fastweights.training.engine.config import TrainingConfig
 from fastweights.training.engine.muon import MOMENTUM, Muon, hidden_weights, orthogonalize
 from fastweights.training.engine.optim import make_optimizer, set_learning_rate, step_scaled
 from fastweights.training.runs.signals import Interrupted
+from tests.training.tiny import TinyBlocks, TinyTask, config, losses, run
 
 from .test_capture import captured  # noqa: F401
 from .test_loop import StopsAt
-from .tiny import TinyBlocks, TinyTask, config, losses, run
 
 MUON = {"optimizer": "muon", "muon_lr": 0.05}
 

@@ -27,8 +27,7 @@ from fastweights.training.runs.checkpoint import (
 )
 from fastweights.training.runs.log import read_log
 from fastweights.training.runs.snapshot import weights_of
-
-from .tiny import TinyTask, losses, quiet, run
+from tests.training.tiny import TinyTask, losses, quiet, run
 
 CPU = torch.device("cpu")
 

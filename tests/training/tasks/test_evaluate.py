@@ -7,8 +7,7 @@ import torch
 
 from fastweights.data.text.corpus import TokenStream
 from fastweights.training.tasks.evaluate import _WORDS, Perplexity, Protocol, measure, protocol
-
-from .small_text import random_model
+from tests.training.small_text import random_model
 
 MODELS = {
     "delta": {},

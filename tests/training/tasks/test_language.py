@@ -1,7 +1,7 @@
 """Training language models: every mixer learns, stops and goes on, and what cannot work is refused.
 
 The golden losses are in golden_losses.json. After a change that is meant to alter them, and a look at why,
-`python -m tests.training.test_language` writes them anew.
+`python -m tests.training.tasks.test_language` writes them anew.
 """
 
 import json
@@ -20,9 +20,8 @@ from fastweights.training.runs.saved import LanguageRun, keep_tokenizer
 from fastweights.training.runs.signals import Interrupted
 from fastweights.training.tasks.evaluate import Protocol, measure
 from fastweights.training.tasks.language import LanguageTask, plan
-
-from .small_text import MIXERS, run, small_corpus, small_task
-from .tiny import losses
+from tests.training.small_text import MIXERS, run, small_corpus, small_task
+from tests.training.tiny import losses
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
 GOLDEN_RUNS = {"delta": {"steps": 20, "dropout": 0.1}, "transformer": {"steps": 20, "dropout": 0.1}}
@@ -200,8 +199,7 @@ def test_describes_itself_for_json(corpus):
 )
 def test_what_cannot_work_is_refused(corpus, mixer, settings, message):
     from fastweights.training.tasks.language import assemble
-
-    from .small_text import SMALL
+    from tests.training.small_text import SMALL
 
     with pytest.raises((ValueError, TypeError), match=message):
         assemble(corpus, mixer=mixer, **{**SMALL, "preset": "tiny", **settings})

@@ -19,8 +19,7 @@ from fastweights.training.runs.checkpoint import CheckpointError, load_weights
 from fastweights.training.runs.folder import RunError
 from fastweights.training.runs.log import read_log
 from fastweights.training.runs.signals import Interrupted
-
-from .tiny import EPOCH, TinyTask, config, losses, quiet, run
+from tests.training.tiny import EPOCH, TinyTask, config, losses, quiet, run
 
 
 class StopsAt(TinyTask):
