@@ -266,6 +266,16 @@ def test_a_slow_evaluation_shows_that_it_lives(monkeypatch, capsys):
     assert lines[0] == "1 of 1,000 tokens" and len(lines) == 11
 
 
+def test_a_long_evaluation_says_how_long(monkeypatch, capsys):
+    monkeypatch.setattr(results, "SILENCE", 0.0)
+    ticks = iter(range(0, 100, 3))
+    monkeypatch.setattr(results.time, "monotonic", lambda: float(next(ticks)))
+    with results.measuring("tokens", faster="; --stride 8 is faster") as report:
+        report(5, 100)
+        report(6, 100)
+    assert capsys.readouterr().err == "5 of 100 tokens; about 1 min 00 s in all; --stride 8 is faster\n"
+
+
 def test_damaged_weights_are_reported(runs, tmp_path):
     shutil.copytree(runs / "delta", tmp_path / "run")
     for file in (tmp_path / "run" / "checkpoints").glob("*/weights.safetensors"):

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fastweights.commands.options import as_json, input_errors, interruptible, option, print_json, say
 from fastweights.common.files import write_atomically
 from fastweights.common.tables import look_up
+from fastweights.report.rows import format_seconds
 from fastweights.training.runs.checkpoint import Checkpoint, CheckpointError
 from fastweights.training.runs.folder import RunError
 from fastweights.training.runs.saved import ModelT, SavedRun
@@ -28,8 +29,8 @@ Split = Annotated[str, option("valid or test.")]
 Which = Annotated[str, typer.Option("--checkpoint", help="best or last.")]
 Beam = Annotated[int, option("Hypotheses kept at each step; 1 is greedy search.")]
 LengthPenalty = Annotated[float, option("Above 0 favours longer translations.")]
-# Seconds until the first line that tells how far the work has come, if the first tenth takes longer.
-SILENCE = 4.0
+# Seconds until a line that tells how far the work has come, and how many it must take to be told an estimate.
+SILENCE, LONG = 2.0, 10.0
 
 
 def check_names(checkpoint: str, split: str = "valid") -> None:
@@ -102,22 +103,28 @@ def writing() -> Iterator[None]:
 
 
 @contextmanager
-def measuring(what: str) -> Iterator[Callable[[int, int], None]]:
+def measuring(what: str, faster: str = "") -> Iterator[Callable[[int, int], None]]:
     """Show progress in things of that name: a bar with the time left on a terminal, a line for each tenth elsewhere.
 
-    Ctrl-C ends the command with exit code 130.
+    Work that will take long is announced with an estimate of its time and what would be `faster`. Ctrl-C ends the
+    command with exit code 130.
     """
     console = Console(stderr=True)
     columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TextColumn(what), TimeRemainingColumn())
     bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    task, tenths, patience = bars.add_task("scoring", total=None), 0, time.monotonic() + SILENCE
+    task, tenths, start, patience = bars.add_task("scoring", total=None), 0, time.monotonic(), SILENCE
 
     def show(done: int, total: int) -> None:
         nonlocal tenths, patience
         bars.update(task, completed=done, total=total)
-        if not console.is_terminal and (10 * done // total > tenths or time.monotonic() > patience):
-            tenths, patience = 10 * done // total, math.inf
-            say(f"{done:,} of {total:,} {what}")
+        spent = time.monotonic() - start
+        whole, waited = spent * total / done, spent > patience
+        if waited:
+            patience = math.inf
+        if waited or (not console.is_terminal and 10 * done // total > tenths):
+            tenths = 10 * done // total
+            estimate = f"; about {format_seconds(whole)} in all{faster}" if waited and whole > LONG else ""
+            bars.console.print(f"{done:,} of {total:,} {what}{estimate}", highlight=False, soft_wrap=True)
 
     stopped = "Stopped: part of a split has no score to keep, so nothing was written."
     with interruptible(stopped), run_errors(), bars:
