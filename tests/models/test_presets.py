@@ -141,7 +141,8 @@ def test_recipes():
 
 
 @pytest.mark.parametrize(
-    ("preset", "words"), [("small", "12.3 G words"), ("medium", "8.6 G"), ("tiny", "4.1 M"), ("small-fast", "516 M")]
+    ("preset", "words"),
+    [("small", "12.3 G words"), ("medium", "8.6 G"), ("tiny", "4.1 M"), ("small-fast", "516 M"), ("quick", "2.5 M")],
 )
 def test_the_cost_of_a_recipe_is_that_of_its_documentation(preset, words):
     recipe = RECIPES[preset]
@@ -178,7 +179,24 @@ def test_small_fast_is_the_model_of_small_with_another_recipe():
     assert (fast["segment"], fast["batch_size"]) == (paper["segment"], paper["batch_size"])
     assert len({str(training_recipe("small-fast", mixer) | {"context": "limited"}) for mixer in MIXER_CHOICES}) == 1
     schedule = {"segment", "batch_size", "steps", "lr", "warmup"}
-    assert all(recipe.keys() <= schedule for name, recipe in RECIPES.items() if name != "small-fast")
+    assert all(recipe.keys() <= schedule for name, recipe in RECIPES.items() if name not in ("quick", "small-fast"))
+
+
+def test_quick_streams_without_positions():
+    config, task, training = plan(2_048, preset="quick")
+    assert (config.rule, config.feature_map, config.normalization) == ("gated_delta", "silu", "l2")
+    assert (config.positions, config.norm, task["context"]) == ("none", "pre", "carried")
+    assert (training.lr, training.warmup, training.schedule) == (4e-3, 50, "linear")
+    assert plan(2_048, preset="quick", rule="delta").model.rule == "delta"
+    for mixer in MIXER_CHOICES:
+        other = plan(2_048, preset="quick", mixer=mixer)
+        assert other.task["context"] == ("carried" if mixer in ("delta", "xl") else "limited")
+        assert other.model.norm == "pre" and other.model.positions == ("sinusoid" if mixer == "transformer" else "none")
+
+
+@pytest.mark.parametrize(("size", "cutoffs"), [(256, ()), (2_048, ()), (8_192, (5_000,)), (33_278, (5_000, 20_000))])
+def test_quick_takes_the_softmax_that_fits_its_tokens(size, cutoffs):
+    assert plan(size, preset="quick").model.cutoffs == cutoffs
 
 
 @pytest.mark.parametrize(

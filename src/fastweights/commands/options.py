@@ -177,8 +177,13 @@ def _value(name: str, text: str, hint: Any) -> Any:
     # A number where a name is meant is that name.
     if fits(text, hint):
         return text
-    shown = getattr(hint, "__name__", str(hint)).replace("NoneType", "None")
-    raise ValueError(f'{name} takes {shown}, got {text!r}; write it as in JSON: 3, 0.5, true, null, [1,2], {{"nu":2}}')
+    example = '3, 0.5, true, null, [1,2], {"nu":2}'
+    raise ValueError(f"{name} takes {type_name(hint)}, got {text!r}; write it as in JSON: {example}")
+
+
+def type_name(hint: Any) -> str:
+    """Return the type of a field as it is written in Python."""
+    return (hint.__name__ if isinstance(hint, type) else str(hint)).replace("NoneType", "None")
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Translation models by name and how each is trained: `big` is the paper's, `tiny` learns on a computer without a GPU.
+"""Translation models by name and how each is trained.
+
+`quick`, the default, learns in minutes on two CPU cores; `big` is the paper's, `base` that of Vaswani et al., `tiny`
+learns to translate numbers in a minute.
 
 A preset is a function that returns a `TranslationModelConfig`; any field can be given to it by name. The BLEU scores
 are the paper's on WMT14 English-German, validation / test (Table 1).
@@ -20,6 +23,15 @@ SUBWORDS = 32_000
 _USUAL: dict[str, Any] = {"max_length": 256, "label_smoothing": 0.1, "warmup": 4000, "schedule": "inverse_sqrt"}
 _USUAL |= {"betas": (0.9, 0.98), "eps": 1e-9, "clip": None}
 RECIPES: dict[str, Mapping[str, Any]] = {
+    "quick": {
+        **_USUAL,
+        "max_tokens": 1_500,
+        "steps": 1_500,
+        "lr": 3e-3,
+        "warmup": 100,
+        "schedule": "linear",
+        "clip": 1.0,
+    },
     # App. E: three devices of 3584 tokens, 16 batches an update, 45 epochs. The paper names no rate. Ours is the usual
     # one of the recipe it adapts (fairseq's, Ott et al. 2018), which for 16 batches an update advises 1e-3.
     "big": {**_USUAL, "max_tokens": 3 * 3584, "accumulate": 16, "steps": 35_000, "lr": 5e-4},
@@ -36,6 +48,19 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     },
 }
 """Arguments of `TranslationTask` and fields of `TrainingConfig`."""
+
+
+def quick(attention: str = "softmax", **overrides: Any) -> TranslationModelConfig:
+    """3 + 3 layers, d_model 128, 4 heads: learns in minutes on two CPU cores from number words or pairs of your own.
+
+    Blocks are pre-norm, which learns at a high rate from the first steps.
+
+    Command: `fastweights train mt --preset quick`, which is the default.
+    Cost: 1,500 updates of 1,500 tokens; minutes on two CPU cores.
+    Expected: the paper has no such model.
+    """
+    sizes = {"d_model": 128, "n_heads": 4, "d_ff": 512, "encoder_layers": 3, "decoder_layers": 3, "norm": "pre"}
+    return _small(attention, sizes, overrides)
 
 
 def big(attention: str = "softmax", **overrides: Any) -> TranslationModelConfig:
@@ -69,13 +94,17 @@ def tiny(attention: str = "softmax", **overrides: Any) -> TranslationModelConfig
     Expected: the paper has no such model; `fastweights reproduce table1 --scale small` measures it.
     """
     sizes = {"d_model": 64, "n_heads": 4, "d_ff": 256, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
-    # So few updates are too few to learn from features that change with each of them.
+    return _small(attention, sizes, overrides)
+
+
+PRESETS: dict[str, Callable[..., TranslationModelConfig]] = {"quick": quick, "big": big, "base": base, "tiny": tiny}
+
+
+def _small(attention: str, sizes: Mapping[str, Any], overrides: Mapping[str, Any]) -> TranslationModelConfig:
+    """Make a configuration for few updates: too few to learn from random features that change with each of them."""
     chosen = {overrides.get(position, attention) for position in POSITIONS}
     still = {"redraw": False} if "performer" in chosen else {}
     return _config(attention, {"vocab_size": SUBWORDS, **sizes}, {**still, **overrides})
-
-
-PRESETS: dict[str, Callable[..., TranslationModelConfig]] = {"big": big, "base": base, "tiny": tiny}
 
 
 def _config(attention: str, sizes: Mapping[str, Any], overrides: Mapping[str, Any]) -> TranslationModelConfig:
