@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fastweights.ops.rules import register_rule as register_rule
     from fastweights.ops.rules import update_rule as update_rule
     from fastweights.ops.state import FastWeightState as FastWeightState
+    from fastweights.training.runs.trained import load as load
 
 _HOMES = {
     "FastWeightAttention": "layers.fast_weight",
@@ -52,6 +53,7 @@ _HOMES = {
     "list_backends": "ops.backends",
     "list_feature_maps": "feature_maps",
     "list_rules": "ops.rules",
+    "load": "training.runs.trained",
     "register_backend": "ops.backends",
     "register_feature_map": "feature_maps",
     "register_rule": "ops.rules",

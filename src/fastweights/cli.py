@@ -24,6 +24,7 @@ COMMANDS = {
     "eval mt": ("commands.evaluate:mt", "Measure the BLEU score of a translation model."),
     "generate": ("commands.generate:generate", "Continue a prompt with a trained language model."),
     "translate": ("commands.translate:translate", "Translate lines of text with a trained translation model."),
+    "export": ("commands.export:export", "Write a trained model for others to use, with a card."),
     "reproduce": ("commands.reproduce:reproduce", "Train the models behind the paper's figures and tables."),
     "report": ("commands.reproduce:report", "Draw the plots and the page from the results that there are."),
     "bench memory": ("benchmarks.memory:run", "Compare the backends on the CPU: time and peak memory."),

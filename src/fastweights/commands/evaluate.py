@@ -18,7 +18,6 @@ from fastweights.commands.results import (
     check_batch,
     check_names,
     keep_result,
-    load,
     measuring,
     run_errors,
 )
@@ -84,7 +83,7 @@ def lm(
         corpus = opened.corpus(data)
         stream = mark_documents(corpus.split(split), corpus.tokenizer, opened.documents)
         stream = stream if device == "cpu" else stream.to(device)
-        model, source = load(opened, checkpoint, device)
+        model, source = opened.load(checkpoint, device)
     say(f"scoring {len(stream):,} tokens of {split} with {source.folder.name}")
     start = time.monotonic()
     faster = "; --stride N scores N of them in each window, N times as fast" if how.stride == 1 else ""
@@ -139,7 +138,7 @@ def mt(
         opened = TranslationRun.open(run)
         corpus = opened.corpus(data)
         pairs = corpus.split(split)
-        model, source = load(opened, checkpoint, device)
+        model, source = opened.load(checkpoint, device)
     say(f"translating {len(pairs):,} sentences of {split} with {source.folder.name}")
     start = time.monotonic()
     how: dict[str, Any] = {"beam": beam, "length_penalty": length_penalty}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import Annotated
 import typer
 
 from fastweights.commands.options import Device, check_seed, option, pick_device, say
-from fastweights.commands.results import LanguageFolder, Which, check_names, load, run_errors, writing
+from fastweights.commands.results import LanguageFolder, Which, check_names, run_errors, writing
 from fastweights.data.tokenizer import UNKNOWN, Tokenizer, WordTokenizer, split_words
 from fastweights.inference.sample import Sampling
-from fastweights.inference.sample import generate as continue_text
-from fastweights.inference.stream import SlidingWindow, Stream, open_reader
-from fastweights.training.runs.saved import LanguageRun
+from fastweights.inference.stream import SlidingWindow, Stream
+from fastweights.training.runs.trained import TrainedLanguageModel
 
 
 def generate(
@@ -45,17 +43,13 @@ def generate(
         check_seed(seed)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         device = pick_device(device)
-        opened = LanguageRun.open(run)
-        tokenizer = opened.tokenizer(data)
-        begin = _encode(prompt, tokenizer)
-        model, _ = load(opened, checkpoint, device)
-        reader = open_reader(model, opened.segment, opened.carried)
+        trained = TrainedLanguageModel.load(run, checkpoint, device, data)
+        note_unknown(prompt, trained.tokenizer)
+        reader = trained.reader()
     start = time.monotonic()
-    # Before the first word of a line stands the end of another.
-    new = continue_text(reader, begin or tokenizer.encode("\n"), tokens, sampling, seed)
     with writing():
         try:
-            for piece in tokenizer.stream(itertools.chain(begin, new)):
+            for piece in trained.pieces(reader, prompt, tokens, sampling, seed):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         finally:
@@ -63,15 +57,14 @@ def generate(
     say(_summary(reader, tokens, time.monotonic() - start))
 
 
-def _encode(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the numbers of the prompt; say which words are not in the vocabulary."""
-    numbers = tokenizer.encode(prompt)
-    if isinstance(tokenizer, WordTokenizer):
-        unknown = list(dict.fromkeys(word for word in split_words(prompt) if word not in tokenizer))
-        if unknown:
-            shown = ", ".join(map(repr, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
-            say(f"Note: not in the vocabulary and read as {UNKNOWN}: {shown}")
-    return numbers
+def note_unknown(prompt: str, tokenizer: Tokenizer) -> None:
+    """Say which words of the prompt are not in the vocabulary."""
+    if not isinstance(tokenizer, WordTokenizer):
+        return
+    unknown = list(dict.fromkeys(word for word in split_words(prompt) if word not in tokenizer))
+    if unknown:
+        shown = ", ".join(map(repr, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
+        say(f"Note: not in the vocabulary and read as {UNKNOWN}: {shown}")
 
 
 def _summary(reader: Stream | SlidingWindow, written: int, seconds: float) -> str:

@@ -19,11 +19,12 @@ from fastweights.commands.options import as_json, input_errors, interruptible, o
 from fastweights.common.files import write_atomically
 from fastweights.common.tables import look_up
 from fastweights.report.rows import format_seconds
-from fastweights.training.runs.checkpoint import Checkpoint, CheckpointError
+from fastweights.training.runs.checkpoint import CheckpointError
 from fastweights.training.runs.folder import RunError
-from fastweights.training.runs.saved import ModelT, SavedRun
 
-LanguageFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `fastweights train lm`.")]
+LanguageFolder = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Folder of a run of `fastweights train lm`, or demo.")
+]
 TranslationFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `fastweights train mt`.")]
 Split = Annotated[str, option("valid or test.")]
 Which = Annotated[str, typer.Option("--checkpoint", help="best or last.")]
@@ -43,23 +44,6 @@ def check_batch(batch: int | None) -> None:
     """Raise a ValueError for a batch of nothing."""
     if batch is not None and batch < 1:
         raise ValueError(f"--batch must be at least 1, got {batch}")
-
-
-def load(run: SavedRun[Any, ModelT, Any], which: str, device: str) -> tuple[ModelT, Checkpoint]:
-    """Return the model of a run, and the checkpoint that its weights are from.
-
-    Raises:
-        CheckpointError: a weight is NaN or infinite, and with it everything that the model computes.
-    """
-    model, checkpoint = run.load(which, device)
-    for name, weight in model.named_parameters():
-        if not weight.isfinite().all():
-            other = "last" if which == "best" else "best"
-            raise CheckpointError(
-                f"{name} in {checkpoint.folder} is not finite; try --checkpoint {other}, or train again with a lower "
-                "--lr and --fresh"
-            )
-    return model, checkpoint
 
 
 def keep_result(

@@ -16,13 +16,12 @@ from fastweights.commands.results import (
     Which,
     check_batch,
     check_names,
-    load,
     run_errors,
     writing,
 )
 from fastweights.inference import translate as translation
 from fastweights.inference.beam import Search
-from fastweights.training.runs.saved import TranslationRun
+from fastweights.training.runs.trained import TrainedTranslationModel
 
 
 def translate(
@@ -50,12 +49,10 @@ def translate(
         check_batch(batch)
         search = Search(beam=beam, length_penalty=length_penalty, n_best=n_best, max_length=max_length)
         device = pick_device(device)
-        opened = TranslationRun.open(run)
-        tokenizer = opened.tokenizer()
-        model, _ = load(opened, checkpoint, device)
+        trained = TrainedTranslationModel.load(run, checkpoint, device)
     with writing():
         groups = waiting_lines(sys.stdin.buffer, "standard input")
-        translations = translation.stream(model, tokenizer, groups, search, batch=batch, graph=graph)
+        translations = translation.stream(trained.model, trained.tokenizer, groups, search, batch=batch, graph=graph)
         for number, hypotheses in enumerate(translations, 1):
             if n_best == 1:
                 text = f"{hypotheses[0].text if hypotheses else ''}\n"

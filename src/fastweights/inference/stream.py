@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastweights.common.files import write_atomically
+from fastweights.data.tokenizer import Tokenizer
 from fastweights.inference.capture import CapturedStep
 from fastweights.layers.mixers import MIXERS
 from fastweights.models.language_model import LanguageModel, LanguageModelState
@@ -50,10 +51,17 @@ class Stream:
     a Transformer without positions one that grows with every token. The model is put into evaluation mode.
 
     With `graph` tokens that come one by one, the first of all apart, are read by a CUDA graph: for fast weights on a
-    GPU. A fork records its own.
+    GPU. A fork records its own. With a `tokenizer` it can be fed text.
     """
 
-    def __init__(self, model: LanguageModel, state: LanguageModelState | None = None, *, graph: bool = False) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        state: LanguageModelState | None = None,
+        *,
+        graph: bool = False,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         config = model.config
         if config.positions == "sinusoid" and config.position_direction == "backward":
             raise ValueError(
@@ -70,13 +78,21 @@ class Stream:
         self._state = state
         self._hidden: Tensor | None = None
         self._graph = graph
+        self._tokenizer = tokenizer
         self._captured: CapturedStep | None = None
         # Within a segment Transformer-XL looks further back than its memory; one token at a time it never does.
         self._piece = 1 if config.mixer == "relative" else _PIECE
 
     @torch.no_grad()
-    def feed(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """Read tokens (T,) with T at least 1; gives `log_probs`."""
+    def feed(self, tokens: str | Sequence[int] | Tensor) -> Tensor:
+        """Read tokens (T,) with T at least 1, or a text that is not empty; gives `log_probs`."""
+        if isinstance(tokens, str):
+            if self._tokenizer is None:
+                raise TypeError(
+                    f"this stream takes token numbers, got the text {tokens[:20]!r}; Stream(model, tokenizer=...) "
+                    "takes text too, and so does the stream of a model from fastweights.load"
+                )
+            tokens = self._tokenizer.encode(tokens)
         row = _row(tokens)
         if self._graph and self._state is not None and len(row) == 1:
             return self._replay(row, self._state)
@@ -119,7 +135,7 @@ class Stream:
     def fork(self) -> Stream:
         """Return a second stream with the same past; neither sees what the other is fed from here on."""
         other = Stream(self.model, None if self._state is None else self._state.clone(), graph=self._graph)
-        other._hidden = self._hidden
+        other._hidden, other._tokenizer = self._hidden, self._tokenizer
         return other
 
     def save(self, path: Path | str) -> None:

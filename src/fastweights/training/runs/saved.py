@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from fastweights.common.files import write_atomically
+from fastweights.common.provenance import PACKAGE
 from fastweights.data.pairs.corpus import PairTokenizer, ParallelCorpus
 from fastweights.data.text.corpus import Corpus
 from fastweights.data.tokenizer import TOKENIZERS, Tokenizer
@@ -28,6 +29,9 @@ from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_config import TranslationModelConfig
 from fastweights.training.runs.checkpoint import Checkpoint, CheckpointError, load_weights
 from fastweights.training.runs.folder import RunError
+
+# The trained model that comes with the package.
+DEMO = PACKAGE / "demo"
 
 
 class _Corpus(Protocol):
@@ -62,24 +66,11 @@ class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
     @classmethod
     def open(cls, folder: Path | str) -> Self:
         """Read the configuration; RunError where the folder holds no run of this task."""
-        folder = Path(folder)
+        task, about = _configuration(folder, cls.command)
+        folder = find_run(folder)
+        if task["name"] != cls.name:
+            raise RunError(f"{folder} holds a run of the task {task['name']!r}, not of {cls.what}")
         path = folder / "config.json"
-        try:
-            stored = json.loads(path.read_bytes())
-            task, about = stored["task"], stored.get("about", {})
-            name = task["name"]
-            valid = isinstance(about, dict) and isinstance(task.get("corpus", {}), dict)
-        except OSError:
-            if folder.is_file():
-                raise RunError(f"{folder} is a file, and a run is a folder of `fastweights {cls.command}`") from None
-            missing = "holds no run" if folder.is_dir() else "does not exist"
-            raise RunError(f"{folder} {missing}; `fastweights {cls.command} --out {folder}` trains one there") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(f"{path} is not the configuration of a run ({error!r})") from None
-        if name != cls.name:
-            raise RunError(f"{folder} holds a run of the task {name!r}, not of {cls.what}")
-        if not valid:
-            raise RunError(f"{path} is not the configuration of a run: it has entries of the wrong type")
         if "model" not in task:
             raise RunError(f"{path} cannot be used by this version: it names no model")
         try:
@@ -88,7 +79,11 @@ class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
             raise RunError(f"{path} cannot be used by this version: {error}") from None
 
     def load(self, which: str = "best", device: str | torch.device = "cpu") -> tuple[ModelT, Checkpoint]:
-        """Return the model in evaluation mode, and the checkpoint that its weights are from."""
+        """Return the model in evaluation mode, and the checkpoint that its weights are from.
+
+        Raises:
+            CheckpointError: there are no weights for it, or one is NaN or infinite and with it all that it computes.
+        """
         model = self.classes[1](self.model)
         try:
             checkpoint = load_weights(model, self.folder, which)
@@ -96,6 +91,13 @@ class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
             raise
         except RuntimeError as error:
             raise CheckpointError(f"the weights in {self.folder} are not those of its config.json: {error}") from None
+        for name, weight in model.named_parameters():
+            if not weight.isfinite().all():
+                other = "last" if which == "best" else "best"
+                raise CheckpointError(
+                    f"{name} in {checkpoint.folder} is not finite; try --checkpoint {other}, or train again with a "
+                    "lower --lr and --fresh"
+                )
         return model.to(device).eval(), checkpoint
 
     def corpus(self, data: Path | str | None = None) -> CorpusT:
@@ -108,6 +110,10 @@ class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
                 f"{folder} is not what {self.folder} was trained on: {difference}; say with --data where that is"
             )
         return corpus
+
+    @abstractmethod
+    def tokenizer(self, data: Path | str | None = None) -> Tokenizer:
+        """Return the tokenizer, from the copy in the run's folder, or from its corpus where there is none."""
 
     @abstractmethod
     def _difference(self, corpus: CorpusT) -> str | None:
@@ -153,7 +159,6 @@ class LanguageRun(SavedRun[LanguageModelConfig, LanguageModel, Corpus]):
         return None if corpus.fingerprint == before else f"its fingerprint is {corpus.fingerprint}, not {before}"
 
     def tokenizer(self, data: Path | str | None = None) -> Tokenizer:
-        """Return the tokenizer, from the copy in the run's folder, or from its corpus where there is none."""
         for kind in TOKENIZERS.values() if data is None else ():
             content = self._kept(kind.file, "vocabulary_sha256")
             if content is not None:
@@ -175,9 +180,41 @@ class TranslationRun(SavedRun[TranslationModelConfig, TranslationModel, Parallel
         return None if same else "it has another tokenizer"
 
     def tokenizer(self, data: Path | str | None = None) -> PairTokenizer:
-        """Return the tokenizer, from the copy in the run's folder, or from its corpus where there is none."""
         content = self._kept(PairTokenizer.file, "tokenizer_sha256") if data is None else None
         return self.corpus(data).tokenizer if content is None else PairTokenizer.load(content)
+
+
+def find_run(run: Path | str) -> Path:
+    """Return the folder of a run; "demo" is the model that comes with the package, and "./demo" a folder."""
+    return DEMO if str(run) == "demo" else Path(run)
+
+
+def task_of(run: Path | str) -> str:
+    """Return the name of the task that a run was trained for; RunError where there is no run."""
+    return str(_configuration(run, "train lm")[0]["name"])
+
+
+def _configuration(run: Path | str, command: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `config.json` says of the task and of where the run was made."""
+    folder = find_run(run)
+    path = folder / "config.json"
+    try:
+        stored = json.loads(path.read_bytes())
+        task, about = stored["task"], stored.get("about", {})
+        valid = isinstance(task["name"], str) and isinstance(about, dict) and isinstance(task.get("corpus", {}), dict)
+    except OSError:
+        if folder.is_file():
+            raise RunError(f"{folder} is a file, and a run is a folder of `fastweights {command}`") from None
+        missing = "holds no run" if folder.is_dir() else "does not exist"
+        raise RunError(
+            f"{folder} {missing}; `fastweights {command} --out {folder}` trains one there, and 'demo' names the "
+            "language model that comes with the package"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{path} is not the configuration of a run ({error!r})") from None
+    if not valid:
+        raise RunError(f"{path} is not the configuration of a run: it has entries of the wrong type")
+    return task, about
 
 
 def keep_tokenizer(folder: Path, tokenizer: Tokenizer, fresh: bool = False) -> None:
