@@ -54,7 +54,7 @@ class Right:
     def forward(self, tokens, W, bounds, keep):
         return chunked.forward(*self.untied(tokens), W, bounds, self.dtype, keep, self.chunk)
 
-    def backward(self, tokens, dy, dW, kept, bounds, wants_state):
+    def backward(self, tokens, dy, dW, kept, bounds, wants_dW):
         grads = chunked.backward(dy, dW, *self.untied(tokens), *kept, bounds, self.chunk)
         *rest, dW = grads
         if self.tied:

@@ -25,6 +25,8 @@ from fastweights.ops.eager import batch_level, is_eager_gradient, wants_gradient
 
 # Of q, k, v, a, e, w and W; None where there is nothing, or nobody asks.
 Gradients = tuple[Tensor | None, ...]
+# What the forward pass keeps for the backward pass.
+Kept = Sequence[Tensor]
 # Kernels count the entries of all heads in 32 bits.
 _MOST_HEADS = 512
 
@@ -44,13 +46,7 @@ class Passes(Protocol):
         ...
 
     def backward(
-        self,
-        tokens: Tokens,
-        dy: Tensor,
-        dW_end: Tensor | None,
-        kept: Sequence[Any],
-        cu_seqlens: Tensor | None,
-        wants_state: bool,
+        self, tokens: Tokens, dy: Tensor, dW_end: Tensor | None, kept: Kept, cu_seqlens: Tensor | None, wants_dW: bool
     ) -> Gradients:
         """Return the gradients, that of W only if it is wanted."""
         ...
@@ -198,16 +194,10 @@ class _Functions:
         return outputs
 
     def backward(
-        self,
-        tokens: Tokens,
-        dy: Tensor,
-        dW_end: Tensor | None,
-        kept: Sequence[Any],
-        cu_seqlens: Tensor | None,
-        wants_state: bool,
+        self, tokens: Tokens, dy: Tensor, dW_end: Tensor | None, kept: Kept, cu_seqlens: Tensor | None, wants_dW: bool
     ) -> Gradients:
         grads = self.operator.backward(dy, dW_end, *tokens, *kept, cu_seqlens, *self.settings)
-        return _by_input(grads, tokens, wants_state)
+        return _by_input(grads, tokens, wants_dW)
 
 
 class _Eager(torch.autograd.Function):
@@ -224,14 +214,14 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dW: Tensor | None) -> Gradients:
-        saved, wants_state = ctx.saved_tensors, ctx.needs_input_grad[7]
+        saved, wants_dW = ctx.saved_tensors, ctx.needs_input_grad[7]
         tokens, cu_seqlens, kept = saved[:6], saved[7], saved[8:]
         if dy is None:
             dy = tokens[2].new_zeros(tokens[2].shape, dtype=ctx.dtype)
         if is_eager_gradient(dy, dW):
-            grads = ctx.plan.backward(tokens, dy, dW, kept, cu_seqlens, wants_state)
+            grads = ctx.plan.backward(tokens, dy, dW, kept, cu_seqlens, wants_dW)
         else:
-            grads = _gradients_by_custom_op(ctx.bound, dy, dW, saved, wants_state)
+            grads = _gradients_by_custom_op(ctx.bound, dy, dW, saved, wants_dW)
         return None, *grads, None, None
 
 
@@ -240,7 +230,7 @@ _apply: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply
 
 
 def _gradients_by_custom_op(
-    bound: Bound, dy: Tensor, dW: Tensor | None, saved: Sequence[Any], wants_state: bool
+    bound: Bound, dy: Tensor, dW: Tensor | None, saved: Sequence[Any], wants_dW: bool
 ) -> Gradients:
     """Return the gradients where more than autograd looks on: a batch of them, or those who differentiate again."""
     operator, tokens, W, cu_seqlens, kept = bound.operator, saved[:6], saved[6], saved[7], saved[8:]
@@ -258,7 +248,7 @@ def _gradients_by_custom_op(
             # So that second derivatives see that the states depend on the initial one.
             kept = (kept[0] + W.flatten()[:0].sum().to(kept[0].dtype), *kept[1:])
         grads = operator.backward_op(dy, dW, *tokens, *kept, cu_seqlens, *bound.settings)
-    return _by_input(grads, tokens, wants_state)
+    return _by_input(grads, tokens, wants_dW)
 
 
 class ChunkedOperator(Operator):
@@ -319,7 +309,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     ctx.set_materialize_grads(False)
 
 
-def _by_input(grads: Sequence[Tensor], tokens: Sequence[Any], wants_state: bool) -> Gradients:
+def _by_input(grads: Sequence[Tensor], tokens: Sequence[Any], wants_dW: bool) -> Gradients:
     """Return a gradient, or None, for each of q, k, v, a, e, w and W, from those of what is there."""
     following = iter(grads)
-    return *[None if x is None else next(following) for x in tokens[:6]], next(following) if wants_state else None
+    return *[None if x is None else next(following) for x in tokens[:6]], next(following) if wants_dW else None

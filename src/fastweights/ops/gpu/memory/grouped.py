@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from fastweights.ops.gpu.memory.launcher import Launch
 from fastweights.ops.gpu.memory.plan import How, Plan, plan
 from fastweights.ops.gpu.memory.strides import addressable, addressable_tokens
 from fastweights.ops.gpu.memory.variants import Variant, group_length, power_of_two
-from fastweights.ops.operator import Gradients
+from fastweights.ops.operator import Gradients, Kept
 
 
 def plan_walks(
@@ -65,13 +63,7 @@ class Groups:
             return y, _one_of_each(B, W_end, -1), states, inverses, errors, transitions
 
     def backward(
-        self,
-        tokens: Tokens,
-        dy: Tensor,
-        dW_end: Tensor | None,
-        kept: Sequence[Tensor],
-        cu_seqlens: Tensor | None,
-        wants_state: bool,
+        self, tokens: Tokens, dy: Tensor, dW_end: Tensor | None, kept: Kept, cu_seqlens: Tensor | None, wants_dW: bool
     ) -> Gradients:
         """Return the gradients of q, k, v, a, e, w and, if it is wanted, the initial W."""
         B, transitions = tokens[0].shape[0], kept[3]
@@ -83,7 +75,7 @@ class Groups:
             assert changes is not None
             ends = _scan(B, transitions, changes, dW_end, back=True)
             del changes
-            finish = walks.walk_back(tokens, dy, ends, kept, bounds, wants_state)
+            finish = walks.walk_back(tokens, dy, ends, kept, bounds, wants_dW)
             # What is left takes the most memory.
             del ends
             *grads, dW = finish()

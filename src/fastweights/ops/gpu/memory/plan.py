@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from fastweights.ops.gpu.memory.variants import (
     Variant,
     power_of_two,
 )
-from fastweights.ops.operator import Gradients
+from fastweights.ops.operator import Gradients, Kept
 
 # Layouts of dy that a plan keeps launches for at a time.
 MOST_GRADIENTS = 64
@@ -144,28 +144,22 @@ class Plan:
         return y, W_end, states, inverses, errors
 
     def backward(
-        self,
-        tokens: Tokens,
-        dy: Tensor,
-        dW_end: Tensor | None,
-        kept: Sequence[Tensor],
-        cu_seqlens: Tensor | None,
-        wants_state: bool,
+        self, tokens: Tokens, dy: Tensor, dW_end: Tensor | None, kept: Kept, cu_seqlens: Tensor | None, wants_dW: bool
     ) -> Gradients:
         """Return the gradients of q, k, v, a, e, w and, if it is wanted, W."""
         if self.index is not None and self.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                return self.backward(tokens, dy, dW_end, kept, cu_seqlens, wants_state)
-        return self.walk_back(tokens, dy, dW_end, kept, cu_seqlens, wants_state)()
+                return self.backward(tokens, dy, dW_end, kept, cu_seqlens, wants_dW)
+        return self.walk_back(tokens, dy, dW_end, kept, cu_seqlens, wants_dW)()
 
     def walk_back(
         self,
         tokens: Tokens,
         dy: Tensor,
         dW_end: Tensor | None,
-        kept: Sequence[Tensor],
+        kept: Kept,
         cu_seqlens: Tensor | None,
-        wants_state: bool,
+        wants_dW: bool,
         only_state: bool = False,
     ) -> Callable[[], Gradients]:
         """Launch the walk back; return what launches the rest, for which dW_end is not needed, and gives the gradients.
@@ -181,13 +175,13 @@ class Plan:
         split = chunks is not None and not only_state
         dq, dk = (dv, dv) if split or only_state else (buffers.dq(), buffers.dq())
         dgates = buffers.dgates(empty=only_state)
-        dW = buffers.state() if wants_state else buffers.nothing
+        dW = buffers.state() if wants_dW else buffers.nothing
         dlast = buffers.nothing if dW_end is None else dW_end.contiguous()
         dstates = torch.empty_like(states) if split else states
         dright = buffers.dright() if self.separate and not only_state else states if self.separate else dv
         tensors = (*inputs, cu_seqlens, states, inverses, errors, dy, dlast, dq, dk, dv, dgates, dW, dstates, dright)
-        walk(tensors, self.T, int(dW_end is not None), int(wants_state))
-        others = (dv, *dgates, dW if wants_state else None)
+        walk(tensors, self.T, int(dW_end is not None), int(wants_dW))
+        others = (dv, *dgates, dW if wants_dW else None)
         if chunks is None or only_state:
             return lambda: (dq, dk, *others)
         before, after = (*inputs, cu_seqlens if self.packed else None, states, errors, dy), (dgates, dstates, dright)
