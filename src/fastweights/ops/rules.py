@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -81,12 +81,12 @@ class Rule:
         """The names of its gates, in order."""
         return tuple(gate.name for gate in self.gates)
 
-    @cached_property
+    @property
     def logarithms(self) -> dict[str, str]:
         """The names under which gates may be given as natural logarithms, and the names of those gates."""
         return {f"log_{gate.name}": gate.name for gate in self.gates if gate.fades}
 
-    @cached_property
+    @property
     def idle(self) -> dict[str, float]:
         """The value of each gate, and of each logarithm, that leaves the memory as it is."""
         values = {gate.name: gate.idle for gate in self.gates}
