@@ -173,7 +173,7 @@ def op_inputs(rule, packed, grad):
     call = random_call(rule, B=1 if packed else 2, T=9, H=2, D=3, M=2, dtype=torch.float32)
     floats = [call.q, call.k, call.v, *RULES[rule].coefficients(**call.gates), torch.rand(2, 2, 3, 2)]
     floats = [x if x is None else x.detach().clone().requires_grad_(grad) for x in floats]
-    return [*floats, torch.tensor([0, 4, 9]) if packed else None, torch.float32, True, 4]
+    return [*floats, torch.tensor([0, 4, 9]) if packed else None, torch.float32, True, 4, False]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -181,9 +181,9 @@ def op_inputs(rule, packed, grad):
 def test_opcheck(rule, packed):
     torch.library.opcheck(cpu.OPERATOR.op, op_inputs(rule, packed, grad=True))
     inputs = op_inputs(rule, packed, grad=False)
-    y, W, before = cpu.forward(*inputs)
+    y, W, before = cpu.OPERATOR.forward(inputs[:6], *inputs[6:])
     for dW in (W, None):
-        torch.library.opcheck(cpu.OPERATOR.backward_op, (y, dW, *inputs[:6], before, inputs[7], 4))
+        torch.library.opcheck(cpu.OPERATOR.backward_op, (y, dW, *inputs[:6], before, inputs[7], 4, False))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -241,7 +241,7 @@ def test_the_op_reads_nothing_it_was_not_given(at, wrong, message):
     inputs = op_inputs("delta", False, grad=False)
     inputs[at] = wrong
     with pytest.raises((ValueError, TypeError), match=message):
-        cpu.forward(*inputs)
+        cpu.OPERATOR.forward(inputs[:6], *inputs[6:])
 
 
 @pytest.mark.parametrize("bounds", [[0, 4, 10], [1, 4, 9], [0, 7, 4, 9]], ids=str)
@@ -249,7 +249,7 @@ def test_bounds_outside_the_sequence(bounds):
     inputs = op_inputs("delta", True, grad=False)
     inputs[6], inputs[7] = torch.rand(len(bounds) - 1, 2, 3, 2), torch.tensor(bounds)
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 9"):
-        cpu.forward(*inputs)
+        cpu.OPERATOR.forward(inputs[:6], *inputs[6:])
 
 
 def test_built_once_and_again_where_the_file_is_broken(compiler):

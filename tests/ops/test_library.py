@@ -22,7 +22,7 @@ def op_inputs(rule, packed, dtype=torch.float32, grad=False):
     bounds = torch.tensor([0, 4, 9]) if packed else None
     floats = [call.q, call.k, call.v, *gates, W]
     floats = [x if x is None else x.detach().clone().requires_grad_(grad) for x in floats]
-    return (*floats, bounds, torch.float32, True, 4)
+    return (*floats, bounds, torch.float32, True, 4, False)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -32,7 +32,7 @@ def test_opcheck(rule, packed):
     torch.library.opcheck(OPERATOR.op, inputs)
     y, W, before = OPERATOR.op(*(x.detach() if isinstance(x, torch.Tensor) else x for x in inputs))
     q, k, v, a, e, w = (x if x is None else x.detach() for x in inputs[:6])
-    torch.library.opcheck(OPERATOR.backward_op, (y, W, q, k, v, a, e, w, before, inputs[7], 4))
+    torch.library.opcheck(OPERATOR.backward_op, (y, W, q, k, v, a, e, w, before, inputs[7], 4, False))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -52,10 +52,10 @@ class Right:
         self.dtype, self.tied, self.chunk = dtype, tied, variant.chunk
 
     def forward(self, tokens, W, bounds, keep):
-        return chunked.forward(*self.untied(tokens), W, bounds, self.dtype, keep, self.chunk)
+        return chunked.OPERATOR.forward(self.untied(tokens), W, bounds, self.dtype, keep, self.chunk, False)
 
     def backward(self, tokens, dy, dW, kept, bounds, wants_dW):
-        grads = chunked.backward(dy, dW, *self.untied(tokens), *kept, bounds, self.chunk)
+        grads = chunked.OPERATOR.backward(dy, dW, self.untied(tokens), kept, bounds, self.chunk, False)
         *rest, dW = grads
         if self.tied:
             rest[-2:] = [rest[-2] + rest[-1]]

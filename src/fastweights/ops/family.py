@@ -10,7 +10,8 @@ a_t z_{t-1}·k_t for the read-back. Both are the same recurrence with a single v
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -57,16 +58,10 @@ def executable(spec: Spec, *recurrences: Recurrence, most: int | None = None, lo
     """
     if spec.normalized or spec.starts is not None:
         return lambda inputs: run(inputs, *recurrences, most=most, logs=logs)
-    rule, recurrence, logits, wide, dtype = (
-        spec.rule,
-        recurrences[0],
-        spec.features.logits,
-        spec.state_dtype,
-        spec.dtype,
-    )
+    recurrence, coefficients, dtype = recurrences[0], coefficients_for(spec, logs), spec.dtype
 
     def run_one(inputs: Inputs) -> tuple[Tensor, Tensor, None]:
-        a, e, w = coefficients_of(rule, inputs.gates, logits, wide, logs)
+        a, e, w = coefficients(inputs)
         y, W = recurrence(inputs.q, inputs.k, inputs.v, a, e, w, inputs.W, inputs.cu_seqlens, dtype)
         return y, W, None
 
@@ -163,10 +158,34 @@ class _Logit:
         return _Logit(-self.x)
 
 
-def coefficients(inputs: Inputs) -> Optional3:
-    """Return a, e and w, or their logits where the gates are logits; one and the same tensor where two are one gate."""
-    a, e, w = coefficients_of(inputs.rule, inputs.gates, inputs.features.logits, inputs.state_dtype)
-    return _with_starts(inputs, a), e, w
+def coefficients_for(spec: Spec, logs: bool = False) -> Callable[[Inputs], Optional3]:
+    """Return what gives a, e and w of calls of this spec, or their logits where the gates are logits.
+
+    Where two are one gate they are one and the same tensor. With `logs`, a is its logarithm.
+    """
+    rule, logits, wide = spec.rule, spec.features.logits, spec.state_dtype
+    names = None if logs else _names_of_coefficients(spec)
+    if names is not None:
+        a, e, w = names
+        return lambda inputs: (inputs.gates.get(a), inputs.gates.get(e), inputs.gates.get(w))
+
+    def compute(inputs: Inputs) -> Optional3:
+        a, e, w = coefficients_of(rule, inputs.gates, logits, wide, logs)
+        return _with_starts(inputs, a, logs), e, w
+
+    return compute
+
+
+def _names_of_coefficients(spec: Spec) -> list[Any] | None:
+    """Return which gates a, e and w are, with None for what is not there; None where one has to be computed."""
+    wide = all(dtype == spec.state_dtype for _, _, dtype, *_ in spec.gates)
+    if not spec.eager or spec.starts is not None or spec.logarithms or not (wide or spec.features.logits):
+        return None
+    assert spec.rule.coefficients is not None
+    gates = {name: torch.ones(()) for name in spec.rule.gate_names}
+    found = spec.rule.coefficients(**gates)
+    names = [next((name for name, gate in gates.items() if gate is x), None) for x in found]
+    return names if all(x is None or name for x, name in zip(found, names, strict=True)) else None
 
 
 def _with_starts(inputs: Inputs, a: Tensor | None, logs: bool = False) -> Tensor | None:

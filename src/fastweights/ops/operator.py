@@ -1,9 +1,9 @@
 """The family's recurrence as PyTorch sees it: what every backend needs for autograd, tracing and eager calls, once.
 
-A backend supplies `forward` and `backward` in terms of numbers:
+A backend supplies `forward` and `backward` in terms of numbers, where `tokens` are q, k, v, a, e and w:
 
-    forward(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, *settings) -> y, final W, *kept
-    backward(dy, dW, q, k, v, a, e, w, *kept, cu_seqlens, *settings) -> [dq, dk, dv, *(those of a, e, w there are), dW]
+    forward(tokens, W, cu_seqlens, dtype, keep, *settings) -> y, final W, *kept
+    backward(dy, dW, tokens, kept, cu_seqlens, *settings) -> [dq, dk, dv, *(those of a, e, w there are), dW]
 
 There are two ways in. Eager calls go straight to these functions, or to kernels, through an `autograd.Function`: the
 Python around a custom op takes longer than a short sequence. Whatever traces or wraps (torch.compile, export, fake
@@ -12,7 +12,7 @@ tensors, tensor subclasses) sees custom ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastweights.common.transforms import refuse_tangent
+from fastweights.ops import causality
 from fastweights.ops.causality import Tokens
 from fastweights.ops.eager import batch_level, is_eager_gradient, wants_gradients, without_batch
 
@@ -52,15 +53,19 @@ class Passes(Protocol):
         ...
 
 
+TOKENS = "Tensor q, Tensor k, Tensor v, Tensor? a, Tensor? e, Tensor? w"
+
+
 class Operator:
     """One backend's recurrence: the custom ops `op` and `backward_op`, and `bind`, which gives the shorter way.
 
     Args:
         name: of the custom op; its backward pass is called `name`_backward.
-        forward, backward: as the module says, annotated as `torch.library.custom_op` wants them.
-        fake: what `forward` returns, for fake tensors.
+        forward, backward: as the module says.
+        settings: their types and names, as in the schema of an operator.
+        kept: names of what `forward` keeps, and which axis of each counts heads.
+        empty: `empty(tokens, W, cu_seqlens, keep, *settings)`, tensors like those that are kept.
         state_size: D, from q and the settings, where that is not the size of q.
-        heads: which axis of each kept tensor counts heads.
         plan: `plan(tokens, cu_seqlens, dtype, keep, *settings)` for eager calls, where these functions are not that.
         device_types: where `forward` runs, if not everywhere.
     """
@@ -70,27 +75,47 @@ class Operator:
         name: str,
         forward: Callable[..., Any],
         backward: Callable[..., Any],
-        fake: Callable[..., Any],
+        settings: str,
+        kept: Mapping[str, int],
+        empty: Callable[..., Sequence[Tensor]],
         *,
         state_size: Callable[..., int] = lambda q, *settings: q.shape[3],
-        heads: Sequence[int] = (1,),
         plan: Callable[..., Passes] | None = None,
         device_types: str | None = None,
     ) -> None:
-        where: dict[str, Any] = {"mutates_args": (), "device_types": device_types}
         self.forward, self.backward = forward, backward
-        self.op: Any = torch.library.custom_op(f"fastweights::{name}", forward, **where)
-        self.op.register_fake(fake)
-        self.backward_op: Any = torch.library.custom_op(f"fastweights::{name}_backward", backward, **where)
+        last = 6 + len(kept)
+
+        def define(name: str, function: Callable[..., Any], schema: str) -> Any:
+            how: dict[str, Any] = {"mutates_args": (), "device_types": device_types, "schema": schema}
+            return torch.library.custom_op(f"fastweights::{name}", function, **how)
+
+        self.op = define(
+            name,
+            lambda *args: tuple(forward(args[:6], *args[6:])),
+            f"({TOKENS}, Tensor W, Tensor? cu_seqlens, ScalarType dtype, bool keep, {settings}) -> "
+            f"({', '.join(['Tensor'] * (2 + len(kept)))})",
+        )
+        self.backward_op = define(
+            f"{name}_backward",
+            lambda dy, dW, *args: backward(dy, dW, args[:6], args[6:last], *args[last:]),
+            f"(Tensor dy, Tensor? dW, {TOKENS}, {', '.join(f'Tensor {name}' for name in kept)}, Tensor? cu_seqlens, "
+            f"{settings}) -> Tensor[]",
+        )
+
+        @self.op.register_fake
+        def _(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, *settings):  # type: ignore[no-untyped-def]
+            like = empty((q, k, v, a, e, w), W, cu_seqlens, keep, *settings)
+            return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), *like
 
         @self.backward_op.register_fake
-        def _(dy, dW, q, k, v, a, e, w, *rest):  # type: ignore[no-untyped-def]
-            cu_seqlens, *settings = rest[len(heads) :]
-            state = torch.empty_like(self.zeros((q, k, v), cu_seqlens, settings))
-            return [*(x.new_empty(x.shape) for x in (q, k, v, a, e, w) if x is not None), state]
+        def _(dy, dW, *args):  # type: ignore[no-untyped-def]
+            tokens, cu_seqlens, settings = args[:6], args[last], args[last + 1 :]
+            state = torch.empty_like(self.zeros(tokens, cu_seqlens, settings))
+            return [*(x.new_empty(x.shape) for x in tokens if x is not None), state]
 
         # dy, dW, q, k, v, a, e, w and what is kept: an axis more is as many heads more.
-        self.axes = (2, 1, 2, 2, 2, 2, 2, 2, *heads)
+        self.axes = (2, 1, 2, 2, 2, 2, 2, 2, *kept.values())
         self.backward_op.register_vmap(lambda info, dims, *args: self.more_heads(info.batch_size, dims, args))
         self.op.register_autograd(self._custom_gradients, setup_context=_remember)
         self.state_size = state_size
@@ -190,13 +215,13 @@ class _Functions:
 
     def forward(self, tokens: Tokens, W: Tensor | None, cu_seqlens: Tensor | None, keep: bool) -> Sequence[Any]:
         W = self.operator.zeros(tokens, cu_seqlens, self.settings) if W is None else W
-        outputs: Sequence[Any] = self.operator.forward(*tokens, W, cu_seqlens, self.dtype, keep, *self.settings)
+        outputs: Sequence[Any] = self.operator.forward(tokens, W, cu_seqlens, self.dtype, keep, *self.settings)
         return outputs
 
     def backward(
         self, tokens: Tokens, dy: Tensor, dW_end: Tensor | None, kept: Kept, cu_seqlens: Tensor | None, wants_dW: bool
     ) -> Gradients:
-        grads = self.operator.backward(dy, dW_end, *tokens, *kept, cu_seqlens, *self.settings)
+        grads = self.operator.backward(dy, dW_end, tokens, kept, cu_seqlens, *self.settings)
         return _by_input(grads, tokens, wants_dW)
 
 
@@ -252,9 +277,14 @@ def _gradients_by_custom_op(
 
 
 class ChunkedOperator(Operator):
-    """The operator of a backend that keeps one state before each chunk, whose length `chunk_length(D, M)` says.
+    """The operator of a backend that keeps one state before each chunk, and causality for all values.
 
-    With decays per key channel a chunk has at most `longest_per_key` tokens.
+    Args:
+        forward, backward: what `ops.causality` runs.
+        chunk_starts: from q, cu_seqlens and a chunk's length to the row and time of the first token of each chunk, in
+            the order in which states are kept.
+        chunk_length: from D and M to the length of a chunk.
+        longest_per_key: the most tokens of a chunk with decays per key channel.
     """
 
     def __init__(
@@ -262,37 +292,40 @@ class ChunkedOperator(Operator):
         name: str,
         forward: Callable[..., Any],
         backward: Callable[..., Any],
+        chunk_starts: Callable[..., list[tuple[int, int]]],
         chunk_length: Callable[[int, int], int],
         device_types: str | None = None,
         longest_per_key: int | None = None,
     ) -> None:
-        def fake(q, k, v, a, e, w, W, cu_seqlens, dtype, keep, chunk, log=False):  # type: ignore[no-untyped-def]
-            count = number_of_chunks(q, chunk, cu_seqlens) if keep else 0
-            return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), W.new_empty((count, *W.shape[1:]))
+        def forward_in_order(
+            tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool, chunk: int, log: bool
+        ) -> Sequence[Tensor]:
+            starts = partial(chunk_starts, tokens[0], cu_seqlens, chunk)
+            return causality.forward(forward, starts, tokens, W, cu_seqlens, log, dtype, keep, chunk)
 
-        super().__init__(name, forward, backward, fake, device_types=device_types)
+        def backward_in_order(
+            dy: Tensor, dW: Tensor | None, tokens: Tokens, kept: Kept, cu_seqlens: Tensor | None, chunk: int, log: bool
+        ) -> list[Tensor]:
+            starts = partial(chunk_starts, tokens[0], cu_seqlens, chunk)
+            return causality.backward(backward, starts, dy, dW, tokens, kept[0], cu_seqlens, log, chunk)
+
+        def empty(
+            tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, keep: bool, chunk: int, *_: Any
+        ) -> list[Tensor]:
+            count = number_of_chunks(tokens[0], chunk, cu_seqlens) if keep else 0
+            return [W.new_empty((count, *W.shape[1:]))]
+
+        functions = (forward_in_order, backward_in_order)
+        super().__init__(name, *functions, "SymInt chunk, bool log", {"before": 1}, empty, device_types=device_types)
         self.chunk_length, self.longest_per_key = chunk_length, longest_per_key
 
-    def recurrence(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        a: Tensor | None,
-        e: Tensor | None,
-        w: Tensor | None,
-        W: Tensor | None,
-        cu_seqlens: Tensor | None,
-        dtype: torch.dtype,
-        eager: bool = False,
-        log: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+    def recurrence(self, *inputs: Any, eager: bool = False, log: bool = False) -> tuple[Tensor, Tensor]:
         """Compute the recurrence, as `ops.family.Recurrence` has it; with `log`, a is the logarithm of the decays."""
+        _, k, v, a = inputs[:4]
         chunk = self.chunk_length(k.shape[-1], v.shape[-1])
         if self.longest_per_key is not None and a is not None and a.dim() == 4:
             chunk = min(chunk, self.longest_per_key)
-        inputs = (q, k, v, a, e, w, W)
-        y, W_end = self.bind((chunk, log), eager, wants_gradients(*inputs))(*inputs, cu_seqlens, dtype)
+        y, W_end = self.bind((chunk, log), eager, wants_gradients(*inputs[:7]))(*inputs)
         return y, W_end
 
 

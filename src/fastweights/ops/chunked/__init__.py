@@ -13,14 +13,12 @@ state before each chunk, and computes the rest again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastweights.ops import causality
 from fastweights.ops.causality import Tokens
 from fastweights.ops.chunked.decays import decay_of, diagonal_blocks
 from fastweights.ops.operator import ChunkedOperator, number_of_chunks
@@ -159,25 +157,6 @@ def chunk_length(D: int, M: int) -> int:
     return 32 if max(D, M) <= 32 else 64
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor | None,
-    e: Tensor | None,
-    w: Tensor | None,
-    W: Tensor,
-    cu_seqlens: Tensor | None,
-    dtype: torch.dtype,
-    keep: bool,
-    chunk: int,
-    log: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y in `dtype`, the final W, and with `keep` the state before each chunk for the backward pass."""
-    starts = partial(_chunk_starts, q, cu_seqlens, chunk)
-    return causality.forward(_forward, starts, (q, k, v, a, e, w), W, cu_seqlens, log, dtype, keep, chunk)
-
-
 def _chunk_starts(q: Tensor, cu_seqlens: Tensor | None, chunk: int) -> list[tuple[int, int]]:
     return Layout(q, chunk, cu_seqlens).chunk_starts
 
@@ -189,10 +168,10 @@ def _finite(*results: Tensor) -> bool:
     return all(bool(x.sum().isfinite()) for x in results)
 
 
-def _forward(
+def forward(
     tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, log: bool, dtype: torch.dtype, keep: bool, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Compute what `forward` returns, and say whether y is finite."""
+    """Return y in `dtype`, the final W, with `keep` the state before each chunk, and whether y is finite."""
     q = tokens[0]
     with torch.autocast(q.device.type, enabled=False):
         layout, x = _load(tokens, cu_seqlens, chunk, log, W.dtype)
@@ -211,28 +190,9 @@ def _forward(
 
 
 def backward(
-    dy: Tensor,
-    dW: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor | None,
-    e: Tensor | None,
-    w: Tensor | None,
-    before: Tensor,
-    cu_seqlens: Tensor | None,
-    chunk: int,
-    log: bool = False,
-) -> list[Tensor]:
-    """Return the gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
-    starts = partial(_chunk_starts, q, cu_seqlens, chunk)
-    return causality.backward(_backward, starts, dy, dW, (q, k, v, a, e, w), before, cu_seqlens, log, chunk)
-
-
-def _backward(
     dy: Tensor, dW: Tensor | None, tokens: Tokens, before: Tensor, cu_seqlens: Tensor | None, log: bool, chunk: int
 ) -> tuple[list[Tensor], bool]:
-    """Compute what `backward` returns, and say whether the gradients of q and k are finite."""
+    """Return the gradients of q, k, v, the coefficients there are and W, and whether those of q and k are finite."""
     q, k, v, a, e, w = tokens
     with torch.autocast(q.device.type, enabled=False):
         layout, x = _load(tokens, cu_seqlens, chunk, log, before.dtype)
@@ -293,5 +253,5 @@ def _backward(
         return [*result, layout.unsort(dW)], _finite(dq, dk)
 
 
-OPERATOR = ChunkedOperator("chunked", forward, backward, chunk_length)
+OPERATOR = ChunkedOperator("chunked", forward, backward, _chunk_starts, chunk_length)
 recurrence = OPERATOR.recurrence

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.ops import causality, family
+from fastweights.ops import family
 from fastweights.ops.causality import Tokens
 from fastweights.ops.cpu.build import failure, library, unavailable
 from fastweights.ops.operator import ChunkedOperator, number_of_chunks
@@ -119,28 +119,9 @@ def _chunk_starts(q: Tensor, cu_seqlens: Tensor | None, chunk: int) -> list[tupl
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor | None,
-    e: Tensor | None,
-    w: Tensor | None,
-    W: Tensor,
-    cu_seqlens: Tensor | None,
-    dtype: torch.dtype,
-    keep: bool,
-    chunk: int,
-    log: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y in `dtype`, the final W, and with `keep` the state before each chunk for the backward pass."""
-    starts = partial(_chunk_starts, q, cu_seqlens, chunk)
-    return causality.forward(_forward, starts, (q, k, v, a, e, w), W, cu_seqlens, log, dtype, keep, chunk)
-
-
-def _forward(
     tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, log: bool, dtype: torch.dtype, keep: bool, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Compute what `forward` returns, and say whether y is finite."""
+    """Return y in `dtype`, the final W, with `keep` the state before each chunk, and whether y is finite."""
     q, k, v, a, e, w = tokens
     q, k, v, a, W = _rows(q), _rows(k), _rows(v), _rows(a), W.contiguous()
     y, W_end = v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape)
@@ -154,28 +135,9 @@ def _forward(
 
 
 def backward(
-    dy: Tensor,
-    dW: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor | None,
-    e: Tensor | None,
-    w: Tensor | None,
-    before: Tensor,
-    cu_seqlens: Tensor | None,
-    chunk: int,
-    log: bool = False,
-) -> list[Tensor]:
-    """Return the gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
-    starts = partial(_chunk_starts, q, cu_seqlens, chunk)
-    return causality.backward(_backward, starts, dy, dW, (q, k, v, a, e, w), before, cu_seqlens, log, chunk)
-
-
-def _backward(
     dy: Tensor, dW: Tensor | None, tokens: Tokens, before: Tensor, cu_seqlens: Tensor | None, log: bool, chunk: int
 ) -> tuple[list[Tensor], bool]:
-    """Compute what `backward` returns, and say whether the gradients of q and k are finite."""
+    """Return the gradients of q, k, v, the coefficients there are and W, and whether those of q and k are finite."""
     q, k, v, a, e, w = tokens
     dy, q, k, v, a = (_rows(x) for x in (dy, q, k, v, a))
     dW = None if dW is None else dW.to(before.dtype).contiguous()
@@ -194,7 +156,7 @@ def _backward(
     return [*(grads[f"d{name}"].to(x.dtype) for name, x in named if x is not None), dW_start], finite
 
 
-OPERATOR = ChunkedOperator("cpu", forward, backward, chunk_length, "cpu", LONGEST_PER_KEY)
+OPERATOR = ChunkedOperator("cpu", forward, backward, _chunk_starts, chunk_length, "cpu", LONGEST_PER_KEY)
 recurrence = OPERATOR.recurrence
 
 

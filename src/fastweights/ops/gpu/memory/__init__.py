@@ -39,7 +39,7 @@ def _prepare(spec: Spec) -> Executable | Refusal:
     if _is_one_step(spec):
         signature = StepSignature.of(spec)
         reason = _unproven(signature, spec)
-        return Refusal(reason) if reason else OneToken(signature, spec.eager)
+        return Refusal(reason) if reason else OneToken(signature, family.coefficients_for(spec), spec.eager)
     walks = []
     for part in family.parts(spec, LARGEST_M):
         answer = _walk(spec, part)

@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.causality import Tokens
-from fastweights.ops.family import coefficients
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory.signatures import StepSignature, WalkSignature
+from fastweights.ops.gpu.memory.strides import Gates
 from fastweights.ops.gpu.memory.variants import (
-    Variant,
     from_integers,
     kept_shapes,
     number_of_groups,
     operand_dtype,
     to_integers,
 )
-from fastweights.ops.operator import Operator, Passes
+from fastweights.ops.operator import TOKENS, Kept, Operator, Passes
 from fastweights.ops.spec import Inputs
+
+_FEATURES = "str map, SymInt nu, bool sum, bool logits"
 
 
 def _step_plan(*arguments: Any) -> Any:
@@ -39,52 +40,36 @@ def _prove(signature: WalkSignature | StepSignature, q: Tensor) -> None:
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor | None,
-    e: Tensor | None,
-    w: Tensor | None,
-    W: Tensor,
-    cu_seqlens: Tensor | None,
-    dtype: torch.dtype,
-    keep: bool,
-    tied: bool,
-    variant: Sequence[int],
-    map: str,
-    nu: int,
-    sum: bool,
-    logits: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y in `dtype`, the final W, and with `keep` the chunks' states (slots, H, M, D) and inverses (slots, H, C, C).
+    tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool, *settings: Any
+) -> Sequence[Tensor]:
+    """Return y in `dtype`, the final W, and with `keep` the chunks' states (slots, H, M, D), inverses (slots, H, C, C).
 
-    Then, of a rule that erases, the tokens' errors (B, T, H, M); last the groups' transitions (groups, H, D, D). With
-    `tied` the write gate is the erase gate, and w is None. The map and what follows are `Features`.
+    Then, of a rule that erases, the tokens' errors (B, T, H, M); last the groups' transitions (groups, H, D, D). The
+    settings are whether the write gate is the erase gate, and w None, the variant as integers, and the `Features`.
     """
-    tokens, features = (q, k, v, a, e, w), (map, nu, sum, logits)
-    kernels = from_integers(variant)
-    _prove(WalkSignature.of(q, v, (a, e, w), tied, cu_seqlens, kernels, Features(*features)), q)
-    plan = _plan(tokens, cu_seqlens, dtype, keep, tied, variant, *features)
-    y, W_end, *kept = plan.forward(tokens, W, cu_seqlens, keep)
+    (q, _, v, a, e, w), (tied, integers, *features) = tokens, settings
+    variant = from_integers(integers)
+    _prove(WalkSignature.of(q, v, (a, e, w), tied, cu_seqlens, variant, Features(*features)), q)
+    y, W_end, *kept = _plan(tokens, cu_seqlens, dtype, keep, *settings).forward(tokens, W, cu_seqlens, keep)
     if not keep:
         # Eager calls share what stands for it; an operator must return tensors of its own.
-        kept = _kept(tokens, W, cu_seqlens, False, kernels)
+        kept = _empty(tokens, W, cu_seqlens, False, *settings)
     elif len(kept) == 3:
         kept.append(W.new_empty((0, *W.shape[1:3], W.shape[2])))
-    states, inverses, errors, transitions = kept
-    return y, W_end, states, inverses, errors, transitions
+    return y, W_end, *kept
 
 
-def _fake(  # type: ignore[no-untyped-def]
-    q, k, v, a, e, w, W, cu_seqlens, dtype, keep, tied, variant, map, nu, sum, logits
-):
-    kept = _kept((q, k, v, a, e, w), W, cu_seqlens, keep, from_integers(variant))
-    return v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape), *kept
+def _backward(
+    dy: Tensor, dW: Tensor | None, tokens: Tokens, kept: Kept, cu_seqlens: Tensor | None, *settings: Any
+) -> list[Tensor]:
+    """Return the gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
+    plan = _plan(tokens, cu_seqlens, dy.dtype, True, *settings)
+    return [x for x in plan.backward(tokens, dy, dW, kept, cu_seqlens, True) if x is not None]
 
 
-def _kept(tokens: Sequence[Any], W: Tensor, cu_seqlens: Tensor | None, keep: bool, variant: Variant) -> list[Tensor]:
+def _empty(tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, keep: bool, *settings: Any) -> list[Tensor]:
     """Return empty tensors for what the forward pass keeps, without slots where that is nothing."""
-    q, (_, H, D, M) = tokens[0], W.shape
+    q, (_, H, D, M), variant = tokens[0], W.shape, from_integers(settings[1])
     dtype = operand_dtype(q.dtype, W.dtype, variant)
     shapes = kept_shapes((*q.shape[:3], D), M, tokens[4] is not None, cu_seqlens, variant)
     groups = q.shape[0] * number_of_groups(q.shape[1], cu_seqlens, variant)
@@ -92,55 +77,22 @@ def _kept(tokens: Sequence[Any], W: Tensor, cu_seqlens: Tensor | None, keep: boo
     return [q.new_empty((slots if keep else 0, *rest), dtype=dtype) for (slots, *rest), dtype in kinds]
 
 
-def _backward(
-    dy: Tensor,
-    dW: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor | None,
-    e: Tensor | None,
-    w: Tensor | None,
-    states: Tensor,
-    inverses: Tensor,
-    errors: Tensor,
-    transitions: Tensor,
-    cu_seqlens: Tensor | None,
-    tied: bool,
-    variant: Sequence[int],
-    map: str,
-    nu: int,
-    sum: bool,
-    logits: bool,
-) -> list[Tensor]:
-    """Gradients of q, k, v, the coefficients that are there, and the initial W, in this order."""
-    tokens, kept = (q, k, v, a, e, w), (states, inverses, errors, transitions)
-    plan = _plan(tokens, cu_seqlens, dy.dtype, True, tied, variant, map, nu, sum, logits)
-    return [x for x in plan.backward(tokens, dy, dW, kept, cu_seqlens, True) if x is not None]
-
-
-def _plan(
-    tokens: Tokens,
-    cu_seqlens: Tensor | None,
-    dtype: torch.dtype,
-    keep: bool,
-    tied: bool,
-    variant: Sequence[int],
-    *features: Any,
-) -> Passes:
+def _plan(tokens: Tokens, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool, *settings: Any) -> Passes:
     """Return how to run calls like this one."""
     from fastweights.ops.gpu.memory.grouped import plan_walks
 
-    return plan_walks(tokens, cu_seqlens, dtype, keep, tied, from_integers(variant), Features(*features))
+    tied, integers, *features = settings
+    return plan_walks(tokens, cu_seqlens, dtype, keep, tied, from_integers(integers), Features(*features))
 
 
 OPERATOR = Operator(
     "triton_walk",
     _forward,
     _backward,
-    _fake,
+    f"bool tied, SymInt[] variant, {_FEATURES}",
+    {"states": 1, "inverses": 1, "errors": 2, "transitions": 1},
+    _empty,
     state_size=lambda q, tied, variant, *features: Features(*features).size(q.shape[3]),
-    heads=(1, 1, 2, 1),
     plan=_plan,
 )
 
@@ -151,32 +103,26 @@ def walk(signature: WalkSignature, eager: bool, gradients: bool = True) -> Calla
     return OPERATOR.bind(settings, eager, gradients, signature.tied)
 
 
-@torch.library.custom_op("fastweights::triton_step", mutates_args=())
-def step_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor | None,
-    e: Tensor | None,
-    w: Tensor | None,
-    W: Tensor,
-    z: Tensor | None,
-    tied: bool,
-    map: str,
-    nu: int,
-    sum: bool,
-    logits: bool,
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, a: Any, e: Any, w: Any, W: Tensor, z: Tensor | None, tied: bool, *features: Any
 ) -> list[Tensor]:
-    """y, W and, where it is given, z after one token (B, 1, H, ·); without gradients."""
-    features, normalized = Features(map, nu, sum, logits), z is not None
-    _prove(StepSignature.of_tensors(q, v, (a, e, w), tied, normalized, features), q)
-    plan = _step_plan(q, k, v, (a, e, w), tied, normalized, features)
-    outputs = plan(q, k, v, (a, e, w), W, z, False)
+    """Return y, W and, where there is one, z after one token (B, 1, H, ·); without gradients."""
+    gates, normalized = (a, e, w), z is not None
+    _prove(StepSignature.of_tensors(q, v, gates, tied, normalized, Features(*features)), q)
+    outputs = _step_plan(q, k, v, gates, tied, normalized, Features(*features))(q, k, v, gates, W, z, False)
     return [x for x in outputs if x is not None]
 
 
+step_op: Any = torch.library.custom_op(
+    "fastweights::triton_step",
+    _step,
+    mutates_args=(),
+    schema=f"({TOKENS}, Tensor W, Tensor? z, bool tied, {_FEATURES}) -> Tensor[]",
+)
+
+
 @step_op.register_fake
-def _(q, k, v, a, e, w, W, z, tied, map, nu, sum, logits):  # type: ignore[no-untyped-def]
+def _(q, k, v, a, e, w, W, z, *settings):  # type: ignore[no-untyped-def]
     outputs = [v.new_empty(v.shape), W.new_empty(W.shape)]
     return outputs if z is None else [*outputs, z.new_empty(z.shape)]
 
@@ -184,14 +130,14 @@ def _(q, k, v, a, e, w, W, z, tied, map, nu, sum, logits):  # type: ignore[no-un
 class OneToken:
     """A call of one token for each sequence, without gradients, on its kernel."""
 
-    def __init__(self, signature: StepSignature, eager: bool) -> None:
-        self.signature, self.eager = signature, eager
+    def __init__(self, signature: StepSignature, coefficients: Callable[[Inputs], Gates], eager: bool) -> None:
+        self.signature, self.coefficients, self.eager = signature, coefficients, eager
         self.plan: Any = None
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute y, W and z after the token."""
         signature, q, k, v = self.signature, inputs.q, inputs.k, inputs.v
-        a, e, w = coefficients(inputs)
+        a, e, w = self.coefficients(inputs)
         gates = (a, e, None if signature.tied else w)
         if not self.eager:
             W, z = inputs.initial_state()

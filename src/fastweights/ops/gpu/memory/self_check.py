@@ -176,12 +176,9 @@ def _exact(
             x.requires_grad_()
         a, e, w = (None if gate is None else maps.gate(gate) for gate in (a, e, w))
         mapped = (maps.of(q), maps.of(k), v, a, e, e if signature.tied else w, W)
-    given = [None if x is None else x.detach() for x in mapped]
-    # Typed so that a list can be passed.
-    forward: Callable[..., Any] = chunked.forward
-    backward: Callable[..., Any] = chunked.backward
-    y, W_end, before = forward(*given, bounds, torch.float64, True, chunk)
-    grads = backward(dy.double(), dW.double(), *given[:6], before, bounds, chunk)
+    *tokens, W = (None if x is None else x.detach() for x in mapped)
+    y, W_end, *before = chunked.OPERATOR.forward(tokens, W, bounds, torch.float64, True, chunk, False)
+    grads = chunked.OPERATOR.backward(dy.double(), dW.double(), tokens, before, bounds, chunk, False)
     with torch.enable_grad():
         total = sum((x * grad).sum() for x, grad in zip([x for x in mapped if x is not None], grads, strict=True))
     return [y, W_end, *torch.autograd.grad(total, there)]
