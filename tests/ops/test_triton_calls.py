@@ -72,7 +72,7 @@ def test_as_a_custom_op(kernels):
     for x in (q, k, v, W):
         x.requires_grad_()
     torch.use_deterministic_algorithms(False)
-    settings = (True, to_integers(kernels), *PLAIN)
+    settings = (True, to_integers(kernels), *PLAIN[:4])
     arguments = (q, k, v, None, beta, None, W, None, torch.float64, True, *settings)
     torch.library.opcheck(OPERATOR.op, arguments)
 
@@ -83,7 +83,7 @@ def test_as_a_custom_op_in_groups(monkeypatch):
     monkeypatch.setattr(configs, "LEAST_GROUPS", 2)
     q, v, W = (torch.randn(shape, dtype=torch.float64) for shape in [(1, 20, 1, 8), (1, 20, 1, 8), (1, 1, 8, 8)])
     torch.use_deterministic_algorithms(False)
-    settings = (False, to_integers(replace(SPLIT, groups=2)), *PLAIN)
+    settings = (False, to_integers(replace(SPLIT, groups=2)), *PLAIN[:4])
     arguments = (q, q, v, None, None, None, W, None, torch.float64, True, *settings)
     torch.library.opcheck(OPERATOR.op, arguments, test_utils=("test_faketensor", "test_schema"))
     q, W, beta = torch.cat([q, q]), torch.cat([W, W]), torch.rand(2, 20, 1, dtype=torch.float64)
