@@ -27,6 +27,8 @@ MIXERS = {
     "performer": ["--features", "3", "--precision", "bf16"],
     "xl": [],
     "dpfp": ["--rule", "delta", "--nu", "2", "--positions", "none"],
+    "gated-deltanet": ["--context", "carried", "--documents", "paragraphs"],
+    "kda": ["--context", "carried", "--precision", "bf16"],
 }
 
 

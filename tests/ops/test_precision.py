@@ -146,8 +146,9 @@ def test_attention_normalisation_in_16_bits(rule, shape, seed):
     """Every gradient to 1 %, also those that are the difference of what is read and what it is divided by."""
     call = random_call(rule, "attention", *shape, seed=seed).to(torch.bfloat16)
     exact = everything(call.to(torch.float64), reference)
-    # What is computed in float32 has lost no more than dy and the results.
-    assert relative_error(everything(call, in_kernels), exact) < (5e-3 if rule == "gated_delta" else 1e-2)
+    # What is computed in float32 has lost no more than dy and the results. Comba divides a product of two gates.
+    limits = {"gated_delta": 5e-3, "comba": 2e-2}
+    assert relative_error(everything(call, in_kernels), exact) < limits.get(rule, 1e-2)
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)

@@ -143,13 +143,11 @@ def unit_lower_inverse(A: Tensor) -> Tensor:
 def _load(
     tokens: Tokens, cu_seqlens: Tensor | None, chunk: int, log: bool, dtype: torch.dtype
 ) -> tuple[Layout, Chunks]:
-    q, k, v, a, e, w = tokens
-    layout = Layout(q, chunk, cu_seqlens)
-    return layout, Chunks(
-        *(layout.split(x, dtype) for x in (q, k, v)),
-        *(None if x is None else layout.split(x, dtype, fill) for x, fill in ((a, 1.0 - log), (e, 0.0), (w, 0.0))),
-        log=log,
-    )
+    layout = Layout(tokens[0], chunk, cu_seqlens)
+    q, k, v = (layout.split(x, dtype) for x in tokens[:3])
+    idle = (1.0 - log, 0.0, 0.0)
+    a, e, w = (None if x is None else layout.split(x, dtype, fill) for x, fill in zip(tokens[3:], idle, strict=True))
+    return layout, Chunks(q, k, v, a, e, w, log)
 
 
 def chunk_length(D: int, M: int) -> int:

@@ -104,7 +104,7 @@ class KeyDecay(NoDecay):
         self.log, self.length = log, a.shape[-2]
         before = _padded(a, 0 if log else 1)
         after = torch.full_like(before, 0 if log else 1)
-        self.levels = []
+        self.levels: list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] = []
         while (half := 1 << len(self.levels)) < before.shape[-2]:
             b, s = _halves(before, half), _halves(after, half)
             self.levels.append((b, s))

@@ -64,12 +64,16 @@ void decayed_gradients(const Sizes& size, const R* a, const R* q, const R* k, co
       const int64_t row = t * Dp + j;
       const R *of_scores = dscores + t * size.Cp, *of_system = dsystem + t * size.Cp;
       const V at = vector(a + row), qt = vector(q + row), kt = vector(k + row);
-      V of_q = vector(dq + row), of_k = e ? -e[t] * vector(dread + row) : V{};
-      of_fade += qt * of_q + kt * of_k;
+      V of_q = vector(dq + row), of_k = {};
+      of_fade += qt * of_q;
+      of_q *= vector(fade + row);
+      if (e) {
+        of_k = -e[t] * vector(dread + row);
+        of_fade += kt * of_k;
+        of_k *= vector(fade + row);
+      }
       V of_a = t ? of_fade * vector(fade + row - Dp) : of_fade;
       of_fade *= at;
-      of_q *= vector(fade + row);
-      of_k *= vector(fade + row);
       for (int64_t s = 0; s < t; ++s) {
         const V now = vector(pair(t, s) + j);
         V& of_past = vector(dk + s * Dp + j);
