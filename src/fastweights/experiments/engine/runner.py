@@ -11,7 +11,6 @@ training that diverges is a result too: `diverged_at`.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -20,17 +19,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from fastweights.common import provenance
 from fastweights.common.files import write_atomically
+from fastweights.common.processes import in_processes
 from fastweights.experiments.engine.experiment import BadInput, Cell, CellOutcome, CellOutcomes, Setup, storable
 from fastweights.experiments.engine.shape import CURVE, Shape
 from fastweights.training.engine.config import Fields, TrainingConfig
@@ -49,8 +49,6 @@ OWN_OPTIONS = {"seed": "--seeds", **dict.fromkeys(("accelerator", "devices", "no
 
 POINTS = 250
 """The most points of a training curve that are kept."""
-
-_PATIENCE = 60.0
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,8 @@ def runner(kind: Trainable) -> Callable[[Sequence[Cell], Setup], CellOutcomes]:
             raise BadInput(str(error)) from None
         finally:
             outcomes.close()
-            # Empty unless a cell was interrupted or kept.
-            if setup.folder.is_dir() and not any(setup.folder.iterdir()):
+            # Empty unless a cell was interrupted or kept, or another process is training cells in it.
+            with suppress(OSError):
                 setup.folder.rmdir()
 
     return run
@@ -247,76 +245,26 @@ def _one_by_one(kind: Trainable, cells: Sequence[Cell], setup: Setup) -> CellOut
 
 
 def _in_processes(kind: Trainable, cells: Sequence[Cell], setup: Setup, jobs: int) -> CellOutcomes:
-    """Train in `jobs` processes, each with its share of the cores; none outlives this generator."""
-    # A fork would inherit PyTorch's threads in whatever state they are.
-    context = multiprocessing.get_context("spawn")
-    threads = max(1, provenance.cores() // jobs)
-    waiting = list(cells)
-    working: dict[Connection[Any, Any], Cell] = {}
-    workers: list[tuple[Any, Connection[Any, Any]]] = []
+    tasks = ((cell.config, _folder(cell, setup)) for cell in cells)
+
+    def report(number: int, step: int, loss: float) -> None:
+        setup.on_progress(cells[number], step, loss)
+
+    with closing(in_processes(partial(_work, kind, setup.data, setup.device), tasks, jobs, report)) as results:
+        for number, result in results:
+            yield cells[number], CellOutcome(*result)
+
+
+def _work(
+    kind: Trainable, data: Path | None, device: str, task: tuple[CellConfig, Path], report: Report
+) -> tuple[dict[str, Any], float]:
+    """Train one cell in a process of its own, whose errors come out as those of the sweep."""
+    config, folder = task
     try:
-        for _ in range(jobs):
-            ours, theirs = context.Pipe()
-            worker = context.Process(target=_work, args=(theirs, kind, setup.data, setup.device, threads), daemon=True)
-            worker.start()
-            theirs.close()
-            workers.append((worker, ours))
-            working[ours] = waiting.pop(0)
-            ours.send((working[ours].config, _folder(working[ours], setup)))
-        while working:
-            for ready in wait(list(working)):
-                ours = cast("Connection[Any, Any]", ready)
-                try:
-                    what, *content = ours.recv()
-                except EOFError:
-                    raise RuntimeError("a worker process has died; was it out of memory?") from None
-                cell = working[ours]
-                if what == "failed":
-                    raise content[0]
-                if what == "progress":
-                    setup.on_progress(cell, *content)
-                    continue
-                del working[ours]
-                if waiting:
-                    working[ours] = waiting.pop(0)
-                    ours.send((working[ours].config, _folder(working[ours], setup)))
-                yield cell, CellOutcome(*content)
-    finally:
-        for worker, _ in workers:
-            # A run that is asked to stop saves first.
-            worker.terminate()
-        for worker, ours in workers:
-            worker.join(_PATIENCE)
-            worker.kill()
-            worker.join()
-            ours.close()
-
-
-def _work(pipe: Connection[Any, Any], kind: Trainable, data: Path | None, device: str, threads: int) -> None:
-    # Ctrl-C is for the process that started this one, which then asks it to stop, once.
-    if hasattr(os, "setsid"):
-        os.setsid()
-    else:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(threads)
-
-    def report(step: int, loss: float) -> None:
-        pipe.send(("progress", step, loss))
-
-    while True:
-        try:
-            config, folder = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer: tuple[Any, ...] = ("done", *train_cell(kind, config, folder, data, device, report))
-        except (RunError, ValueError, BadInput, ImportError) as error:
-            answer = ("failed", BadInput(str(error)))
-        except OSError as error:
-            answer = ("failed", error)
-        except Exception:
-            answer = ("failed", RuntimeError(f"{folder.name} failed:\n{traceback.format_exc()}"))
-        pipe.send(answer)
-        if answer[0] == "failed":
-            # The sweep ends with the first cell that fails: there will be no next one to wait for.
-            return
+        return train_cell(kind, config, folder, data, device, report)
+    except (RunError, ValueError, BadInput, ImportError) as error:
+        raise BadInput(str(error)) from None
+    except OSError:
+        raise
+    except Exception:
+        raise RuntimeError(f"{folder.name} failed:\n{traceback.format_exc()}") from None
