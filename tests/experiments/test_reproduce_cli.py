@@ -12,6 +12,9 @@ from fastweights.commands import options
 from fastweights.commands import reproduce as commands
 from fastweights.data.prepare import prepare
 from fastweights.experiments import EXPERIMENTS
+from fastweights.experiments.engine.experiment import Claim, Results
+from fastweights.report.chapter import Chapter
+from fastweights.report.rows import summary
 from tests.data.corpora import write_wikitext
 from tests.experiments.fakes import Training
 
@@ -118,6 +121,69 @@ def test_broken_results_stop_every_command(run, training, tmp_path, content, com
     result = run(*command)
     assert result.exit_code == 2 and str(broken) in result.stderr
     assert files == {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+
+
+def test_all_ends_with_a_summary_of_25_lines(run, training, monkeypatch):
+    monkeypatch.setattr(commands, "EXPERIMENTS", {name: EXPERIMENTS[name] for name in ("fig5", "fig2", "fig1", "fig4")})
+    result = run("reproduce", "all", "--scale", "small", "--device", "cpu")
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0 and len(lines) <= 25 and "Page: " in lines[-1]
+    assert lines[0] == "Of 17 statements of the paper, 10 hold, 7 not decided at this scale."
+    assert lines[1].split("  ") == ["Figure 1", "small", "4 hold"]
+    assert "Figure 5  small  3 not decided at this scale (needs scale paper)" in lines
+    begun = [line.split(":")[0] for line in result.stderr.splitlines() if " cell" in line and ": " in line]
+    assert [name for name in begun if name in EXPERIMENTS] == ["fig2", "fig1", "fig4", "fig5"], (
+        "what decides most first"
+    )
+
+
+def test_a_summary_names_what_fails_while_there_is_room():
+    fails = Claim("It holds", "it does not", "it does", False)
+    chapter = Chapter(EXPERIMENTS["fig2"], None, Results([]), [fails] * 40, None)
+    lines = summary([chapter])
+    assert len(lines) == 24 and lines[0].endswith("40 fail.") and lines[2] == "  fails: It holds (it does not)"
+
+
+def test_parts_of_a_sweep(run, training, tmp_path):
+    """Every cell in one part, in each folder or in a shared one; copied together, they are the whole sweep."""
+    command = ("reproduce", "fig2", "fig4", "fig5", "--scale", "smoke", "--device", "cpu")
+    done = []
+    for part in ("1/3", "2/3", "3/3"):
+        training.trained.clear()
+        assert run(*command, "--part", part, out=tmp_path / part[0]).exit_code == 0
+        done.append(set(training.trained))
+        assert len(training.trained) in (10, 11), "32 cells in three parts"
+    assert len(set.union(*done)) == sum(map(len, done)) == 32
+    assert all({model for model, _, _ in part} & {"softmax", "schlag2021", "favor-512"} for part in done), "well mixed"
+    for part in ("2", "3"):
+        for cell in (tmp_path / part).glob("*/cells/*.json"):
+            place = tmp_path / "1" / cell.relative_to(tmp_path / part)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(cell.read_bytes())
+    assert run("report", out=tmp_path / "1").exit_code == 0
+    training.trained.clear()
+    assert run(*command, out=tmp_path / "1").exit_code == 0 and training.trained == []
+    for part in ("0/2", "3/2", "1", "a/b", "1/2/3"):
+        result = run(*command, "--part", part)
+        assert (
+            result.exit_code == 2 and f"--part takes I/N with I from 1 to N, such as 2/4, got '{part}'" in result.stderr
+        )
+
+
+def test_two_processes_share_a_folder(tmp_path):
+    command = [sys.executable, "-m", "fastweights", "reproduce", "fig2", "--scale", "smoke", "--device", "cpu"]
+    command += ["--models", "linear,dpfp-1,dpfp-2", "--jobs", "1", "--out", str(tmp_path)]
+    parts = [
+        subprocess.Popen(
+            [*command, "--part", f"{part}/2"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+        for part in (1, 2)
+    ]
+    said = [part.communicate()[1] for part in parts]
+    assert [part.returncode for part in parts] == [0, 0], said
+    trained = [line.split("] ")[1].split(":")[0] for text in said for line in text.splitlines() if line[:1] == "["]
+    assert len(trained) == len(set(trained)) == 6
+    assert len(json.loads((tmp_path / "fig2" / "results.json").read_text())["cells"]) == 6
 
 
 def test_interrupted(run, training, tmp_path):

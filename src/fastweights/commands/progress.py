@@ -16,7 +16,7 @@ from fastweights.report.rows import format_loss, format_seconds
 
 _SHOWN = 6
 # Without a terminal, seconds until the next line that says what a long cell is doing.
-_SILENCE = 60.0
+_SILENCE = 10.0
 
 
 class Display:

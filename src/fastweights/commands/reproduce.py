@@ -30,13 +30,16 @@ from fastweights.commands.progress import Display
 from fastweights.common.tables import look_up
 from fastweights.experiments import EXPERIMENTS, load_experiments
 from fastweights.experiments.engine.experiment import SCALES, BadInput, Cell, Experiment, Selection, UserInput
+from fastweights.experiments.engine.register import known_scales
 from fastweights.experiments.engine.store import Store
 from fastweights.experiments.engine.sweep import sweep
 from fastweights.report.build import build
 from fastweights.report.chapter import Chapter
-from fastweights.report.rows import format_seconds
+from fastweights.report.rows import format_seconds, summary
 
 _BAD_INPUT = (BadInput, ValueError, ImportError)
+Plan = tuple[Experiment, list[Cell], Path | None]
+"""An experiment, its cells to be trained, and the folder of its data."""
 
 Load = Annotated[
     list[Path] | None, typer.Option(metavar="FILE", help="A Python file that registers experiments of your own.")
@@ -50,7 +53,7 @@ def reproduce(
     as_json: AsJson = False,
     scale: Annotated[
         str,
-        typer.Option(help="smoke (seconds), small (minutes), paper, or code (its released code's protocol)."),
+        typer.Option(help="smoke (seconds), small (minutes), paper, code (its released code), or a stand-in's name."),
     ] = "small",
     models: Annotated[str | None, typer.Option(help="Only these models, separated by commas.")] = None,
     sizes: Annotated[str | None, typer.Option(help="These sizes in place of the scale's: 20,40 keys, or D.")] = None,
@@ -67,6 +70,10 @@ def reproduce(
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of model or training in every cell."),
+    ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="Train the I-th of N parts of the cells, for a sweep on N machines."),
     ] = None,
     keep_runs: Annotated[
         bool, typer.Option("--keep-runs", help="Leave trained models in OUT/NAME/runs; they can be used as any run.")
@@ -95,10 +102,15 @@ def reproduce(
         _check(store)
         given = UserInput(tuple(data or ()), device=device)
         plans = _plans(experiments, scale, selection, given, settings or [])
+        if part is not None:
+            plans = _share(plans, part)
+        # What shows most comes first.
+        plans.sort(key=lambda plan: not plan[0].scales[scale].decides)
         store.check_writable()
 
     finished: set[str] = set()
     how: dict[str, Any] = {"device": device, "jobs": jobs, "keep": keep_runs, "force": force, "finished": finished}
+    how["shared"] = part is not None
     with (
         _file_errors(),
         input_errors(_BAD_INPUT),
@@ -115,7 +127,7 @@ def reproduce(
             say(f"{done} {further}; `fastweights report --out {out}` draws what there is.")
             raise typer.Exit(130) from None
     with _file_errors():
-        _finish(store, {experiment.name for experiment in experiments})
+        _finish(store, {experiment.name for experiment in experiments}, detailed="all" not in (names or []))
 
 
 def report(
@@ -174,7 +186,7 @@ def _experiments(names: Sequence[str]) -> list[Experiment]:
 def _selection(
     experiments: Sequence[Experiment], scale: str, models: str | None, sizes: str | None, seeds: str | None
 ) -> Selection:
-    look_up(SCALES, scale, "scale")
+    look_up(dict.fromkeys(known_scales()), scale, "scale")
     known = {model: model for experiment in experiments for model in experiment.models}
     chosen = None if models is None else tuple(look_up(known, model, "model") for model in _items(models, "--models"))
     selection = Selection(chosen, _numbers(sizes, "--sizes", 2), _numbers(seeds, "--seeds", 0))
@@ -212,7 +224,7 @@ def _numbers(text: str | None, option: str, least: int) -> tuple[int, ...] | Non
 
 def _plans(
     experiments: Sequence[Experiment], scale: str, selection: Selection, given: UserInput, settings: list[str]
-) -> list[tuple[Experiment, list[Cell], Path | None]]:
+) -> list[Plan]:
     """Return the cells of each experiment that has any and the folder of its data, before anything is trained."""
     chosen = [experiment for experiment in experiments if experiment.grid(scale, selection)]
     for experiment in experiments:
@@ -232,6 +244,21 @@ def _plans(
         except (BadInput, ValueError) as error:
             raise ValueError(f"{experiment.name}: {error}") from None
     return plans
+
+
+def _share(plans: Sequence[Plan], part: str) -> list[Plan]:
+    """Return the part of the cells that one of several machines trains: the same for the same command everywhere.
+
+    A cell that several tables share is in one part, and each part has its share of every experiment.
+    """
+    number, _, parts = part.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
+        raise ValueError(f"--part takes I/N with I from 1 to N, such as 2/4, got {part!r}")
+    slugs = {cell.slug for _, cells, _ in plans for cell in cells}
+    # By the hash that a slug ends in: models that take long are spread over the parts.
+    mine = set(sorted(slugs, key=lambda slug: slug[::-1])[int(number) - 1 :: int(parts)])
+    shares = [(experiment, [c for c in cells if c.slug in mine], folder) for experiment, cells, folder in plans]
+    return [plan for plan in shares if plan[1]]
 
 
 def _check(store: Store) -> list[str]:
@@ -278,13 +305,16 @@ def _console(stream: object = None):  # type: ignore[no-untyped-def]
     return console
 
 
-def _finish(store: Store, names: set[str], metric: str = "best_loss") -> None:
-    """Write plots and page, then print the tables and claims of these experiments."""
+def _finish(store: Store, names: set[str], metric: str = "best_loss", *, detailed: bool = True) -> None:
+    """Write plots and page, then print a summary of these experiments, after their tables and claims if `detailed`."""
     say(f"drawing the plots and the page in {store.out}")
     page, chapters = build(store, metric)
     chosen = [chapter for chapter in chapters if chapter.experiment.name in names]
-    _print_tables(chosen)
-    _print_claims(chosen)
+    if detailed:
+        _print_tables(chosen)
+        _print_claims(chosen)
+    for line in summary(chosen):
+        typer.echo(line)
     typer.echo(f"Page: {page}")
 
 

@@ -6,7 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Experiment, Results
+from fastweights.experiments.engine.experiment import BEYOND_SCALE, NOT_RUN, Claim, Experiment, Results
+from fastweights.report.chapter import Chapter
 
 
 def format_seconds(seconds: float) -> str:
@@ -61,5 +62,23 @@ def tally(claims: Sequence[Claim]) -> str:
     """Return the number of each verdict, as in "7 hold, 1 fails, 2 not run"."""
     counts = Counter(claim.verdict for claim in claims)
     plural = {"holds": "hold", "fails": "fail"}
-    found = [(counts[verdict], verdict) for verdict in ("holds", "fails", "undecided", NOT_RUN) if counts[verdict]]
+    order = ("holds", "fails", "undecided", BEYOND_SCALE, NOT_RUN)
+    found = [(counts[verdict], verdict) for verdict in order if counts[verdict]]
     return ", ".join(f"{count} {plural.get(verdict, verdict) if count > 1 else verdict}" for count, verdict in found)
+
+
+def summary(chapters: Sequence[Chapter], most: int = 24) -> list[str]:
+    """Return a line for all chapters, one for each, and one for each statement that fails while there is room."""
+    places = [chapter.experiment.where.split(",")[0].split(" (")[0] for chapter in chapters]
+    labels = [chapter.label for chapter in chapters]
+    claims = [claim for chapter in chapters for claim in chapter.claims]
+    room = most - 1 - len(chapters)
+    lines = [f"Of {len(claims)} statements of the paper, {tally(claims)}."]
+    for place, label, chapter in zip(places, labels, chapters, strict=True):
+        needs = next((f" (needs {c.needs})" for c in chapter.claims if c.verdict == BEYOND_SCALE), "")
+        verdicts = f"{tally(chapter.claims)}{needs}"
+        lines.append(f"{place:{max(map(len, places))}}  {label:{max(map(len, labels))}}  {verdicts}")
+        fails = [f"  fails: {claim.text} ({claim.ours})" for claim in chapter.claims if claim.holds is False]
+        lines += fails[: max(0, room)]
+        room -= len(fails)
+    return lines

@@ -32,6 +32,7 @@ def sweep(
     keep: bool = False,
     force: bool = False,
     finished: set[str] | None = None,
+    shared: bool = False,
 ) -> None:
     """Make every cell known to the store.
 
@@ -40,17 +41,21 @@ def sweep(
         keep: leave the folders of finished cells, with their weights.
         force: run the cells again even if they are known, and from the beginning.
         finished: slugs of cells that this command has trained already, added to here; `force` does not repeat them.
+        shared: other processes are writing to the same folder, so what looks left behind by a killed one stays.
     """
     finished = set() if finished is None else finished
     scale, given = cells[0].config["scale"], inputs_of(cells[0].config, experiment.inputs)
-    store.clear_temporaries(experiment.name)
+    if not shared:
+        store.clear_temporaries(experiment.name)
     before = store.assembled(experiment.name)
     if before and before.unreadable:
         raise BadInput(before.unreadable[0])
     own, anywhere = store.known(experiment.name), store.known_anywhere()
     wanted = {cell.slug for cell in cells if not force or cell.slug in finished}
     usable = {
-        slug: record for slug, record in anywhere.items() if slug in wanted and store.is_complete(experiment, record)
+        slug: record
+        for slug, record in {**anywhere, **own}.items()
+        if slug in wanted and store.is_complete(experiment, record)
     }
     known = [cell for cell in cells if cell.slug in usable]
     missing = [cell for cell in cells if cell.slug not in usable]
