@@ -6,14 +6,16 @@ from fastweights.experiments.engine.experiment import CellRecord, Results
 CORPORA = {
     "smoke": {"name": "Python's documentation", "words": 5693, "fingerprint": "a"},
     "paper": {"name": "WikiText-103", "words": 267_735, "fingerprint": "b"},
+    "wikipedia": {"name": "wikipedia-100m", "words": 267_735, "fingerprint": "c"},
+    "wikipedia-fast": {"name": "wikipedia-100m", "words": 267_735, "fingerprint": "c"},
+    "wikitext2": {"name": "WikiText-2", "words": 33_278, "fingerprint": "d"},
 }
 
 
 def given(name, scale, **settings):
     if name == "speed":
         return {"set": settings, "device": "cpu"}
-    words = {"words": 33_278} if name == "wikitext2" and scale == "paper" else {}
-    return {"corpus": CORPORA["smoke" if scale in ("smoke", "small") else "paper"] | words, "set": settings}
+    return {"corpus": CORPORA.get({"small": "smoke"}.get(scale, scale), CORPORA["paper"]), "set": settings}
 
 
 def cells(name, scale="paper", **settings):

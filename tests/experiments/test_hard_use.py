@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from fastweights.commands import reproduce as commands
 from fastweights.common import files
 from fastweights.experiments import EXPERIMENTS
-from fastweights.experiments.engine.experiment import SCALES, Results
+from fastweights.experiments.engine.experiment import Results
+from fastweights.experiments.engine.register import known_scales
 from fastweights.experiments.engine.shape import mismatch
 from fastweights.experiments.engine.store import Store
 from fastweights.report.rows import losses
@@ -182,7 +183,7 @@ def test_results_of_an_unknown_scale(run, out, scale):
     found, records = Store(out, warnings.append).current(EXPERIMENTS["fig1"])
     assert found == "smoke" and len(records) == 1
     assert warnings == [
-        f"{out / 'fig1' / 'results.json'} has the unknown scale {scale!r}; known are {', '.join(SCALES)}"
+        f"{out / 'fig1' / 'results.json'} has the unknown scale {scale!r}; known are {', '.join(known_scales())}"
     ]
 
 

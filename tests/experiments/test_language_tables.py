@@ -5,10 +5,8 @@ import json
 import pytest
 
 from fastweights.experiments import EXPERIMENTS
-from fastweights.experiments.beyond import wikipedia
 from fastweights.experiments.engine import language_tables
-from fastweights.experiments.engine.departures import departures
-from fastweights.experiments.engine.experiment import Results, Selection
+from fastweights.experiments.engine.experiment import BEYOND_SCALE, Results, Selection
 from fastweights.experiments.engine.perplexity import best_of, is_lower
 from fastweights.experiments.engine.runner import training_of
 from fastweights.experiments.engine.store import Store
@@ -18,7 +16,7 @@ from fastweights.report.figures import STYLES, draw
 from fastweights.training.tasks.language import plan
 from tests.experiments.language_fakes import cells, given, metrics, record, results, verdicts
 
-TABLES = ("table2", "table3", "table4", "table5", "wikitext2", "wikipedia", "speed")
+TABLES = ("table2", "table3", "table4", "table5", "speed")
 
 
 def by_model(name, scale="paper"):
@@ -33,10 +31,8 @@ def test_equal_cells_of_several_tables_are_one():
     assert five["transformer", 128].slug == two["transformer", 128].slug
     slugs = {cell.slug for name in TABLES[:4] for cell in cells(name)}
     assert len(slugs) == 10 + 3 + 4 + 4
-    small = {cell.slug for name in TABLES[:4] for cell in cells(name, "small")}
-    assert {
-        cell.slug for name in ("wikitext2", "wikipedia", "wikipedia-fast") for cell in cells(name, "small")
-    } <= small
+    for scale in ("small", *language_tables.STAND_INS):
+        assert len({cell.slug for name in TABLES[:4] for cell in cells(name, scale)}) == 16, scale
 
 
 def test_the_paper_scale_is_the_papers():
@@ -89,17 +85,17 @@ def test_settings_are_part_of_a_cell():
 
 
 def test_the_order_is_part_of_a_cell(monkeypatch):
-    assert all("order" not in cell.config for cell in cells("wikipedia-fast"))
-    context = {**given("wikipedia-fast", "paper"), "set": {"order": "shuffled"}}
-    table = EXPERIMENTS["wikipedia-fast"]
-    config = table.cell("paper", "delta", 128, 1111, context).config
+    assert all("order" not in cell.config for cell in cells("table4", "wikipedia-fast"))
+    context = given("table4", "wikipedia-fast", order="shuffled")
+    table = EXPERIMENTS["table4"]
+    config = table.cell("wikipedia-fast", "delta-nopos", 128, 1111, context).config
     seen = {}
     monkeypatch.setattr(language_tables, "LanguageTask", lambda *texts, **cutting: seen.update(cutting))
     monkeypatch.setattr(language_tables, "corpus_of", lambda config, data: None)
     language_tables.build(config, None)
     assert config["order"] == seen["order"] == "shuffled" and seen["seed"] == 1111
     with pytest.raises(ValueError, match="order 'shuffled' leaves none"):
-        table.cell("paper", "delta-carried", 128, 1111, context)
+        table.cell("wikipedia-fast", "delta-carried", 128, 1111, context)
 
 
 def test_documents_are_part_of_a_cell():
@@ -112,8 +108,8 @@ def test_documents_are_part_of_a_cell():
 
 
 def test_the_presets_own_steps_change_nothing():
-    for name, steps in (("table2", 500_000), ("wikitext2", 3600)):
-        usual, named = (cells(name, **settings)[0].config for settings in ({}, {"steps": steps}))
+    for scale, steps in (("paper", 500_000), ("wikitext2", 3600)):
+        usual, named = (cells("table2", scale, **settings)[0].config for settings in ({}, {"steps": steps}))
         assert usual["training"] == named["training"]
     for model, steps, warmup in (("delta", 400_000, 2000), ("delta", 8000, 800), ("xl", 200_000, 1000)):
         assert plan(30, preset="medium", mixer=model, steps=steps).training.warmup == warmup
@@ -152,24 +148,57 @@ def test_results_of_two_corpora_stay_apart(tmp_path):
 
 
 def test_other_budgets_are_shown_below(tmp_path):
-    table, store = EXPERIMENTS["wikipedia"], Store(tmp_path)
-    short, long = ({**given("wikipedia", "paper"), "set": {"steps": steps, "clip": 1.0}} for steps in (4224, 8448))
-    places = {place[0]: place for place in table.grid("paper")}
-    for context, models, level in ((short, list(places), 70.0), (long, ["delta", "linear"], 50.0)):
-        for model in models:
-            found = metrics(level + (model == "linear"), level + 2 * (model == "linear"))
-            store.save("wikipedia", record(table.cell("paper", *places[model], context), found))
-        store.assemble(table, "paper", short)
+    """Other steps at the same scale, then other scales; each is named by what it is."""
+    table, store, scale = EXPERIMENTS["table2"], Store(tmp_path), "wikipedia-fast"
+    short, long = (given("table2", scale, steps=steps, clip=1.0) for steps in (4224, 8448))
+    for context, models, level in ((short, list(table.models), 70.0), (long, ["delta", "linear"], 50.0)):
+        for cell in table.cells(scale, Selection(models=tuple(models)), context):
+            more = 1 + (cell.config["model"] == "linear")
+            store.save("table2", record(cell, metrics(level + more, level + more)))
+    store.assemble(table, scale, short)
+    for cell in cells("table2", "wikitext2")[:2]:
+        store.save("table2", record(cell, metrics(160.0, 150.0)))
     path, chapters = build(store)
-    (chapter,) = (chapter for chapter in chapters if chapter.experiment.name == "wikipedia")
-    (other,) = chapter.others
-    assert len(chapter.results.records) == 12 and {r.config["steps"] for r in other.results.records} == {8448}
-    assert [claim.holds for claim in other.claims] == [True], "delta below sum; nothing else was run for as long"
-    section = path.read_text().split("Also run: ")[1]
-    assert (
-        section.startswith("steps = 8448<") and ">50.0<" in section and ">70.0<" not in section.split("</section>")[0]
+    (chapter,) = (chapter for chapter in chapters if chapter.experiment.name == "table2")
+    assert len(chapter.results.records) == 5 and chapter.label == "one pass of Wikipedia, recipe small-fast"
+    assert [other.label for other in chapter.others] == [
+        "two passes of Wikipedia, recipe small-fast", "WikiText-2, 3,600 steps, size tiny"
+    ]  # fmt: skip
+    other = chapter.others[0]
+    assert {r.config["steps"] for r in other.results.records} == {8448}
+    assert [claim.verdict for claim in other.claims] == [BEYOND_SCALE], (
+        "delta below sum; nothing else was run for so long"
     )
-    assert "--set steps=8448" in section and not any(c.others for c in chapters if c is not chapter)
+    section = path.read_text().split("Also run: ")[1]
+    assert section.startswith("two passes") and ">51.0<" in section and ">71.0<" not in section.split("</section>")[0]
+    assert "--set steps=8448" in section and "--scale wikipedia-fast" in section
+    assert not any(c.others for c in chapters if c is not chapter)
+
+
+def test_passes_are_counted_where_the_text_is_known():
+    def label(scale, **settings):
+        return EXPERIMENTS["table2"].label([record(cells("table2", scale, **settings)[0], {})])
+
+    assert label("wikipedia-fast") == "five passes of Wikipedia, recipe small-fast"
+    assert label("wikipedia", steps=4224) == "one pass of Wikipedia, the paper's recipe"
+    assert label("wikipedia", steps=6336) == "1.5 passes of Wikipedia, the paper's recipe"
+    assert label("paper") == "paper" and label("code", precision="bf16-mixed") == "code"
+    assert label("paper", steps=9000) == "WikiText-103, 9,000 steps", "not with the paper's budget"
+    assert label("small", steps=3) == "small"
+
+
+def test_results_of_experiments_that_have_become_stand_ins_still_load(tmp_path):
+    """A folder of `wikipedia` with cells of its own scale `paper`, as it was written before."""
+    store, old = Store(tmp_path), cells("table2", "wikipedia", steps=4224) + cells("table5", "wikipedia", steps=4224)
+    for cell in old:
+        config = {**cell.config, "scale": "paper"}
+        store.save("wikipedia", record(type(cell)(config), metrics(80.0, 81.0)))
+    store.save("wikipedia", record(cells("table2", "small")[0], metrics(9.0, 9.0)))
+    found = {name: store.current(EXPERIMENTS[name]) for name in ("table2", "table5")}
+    assert {name: (scale, len(records)) for name, (scale, records) in found.items()} == {
+        "table2": ("wikipedia", 5), "table5": ("wikipedia", 5)
+    }  # fmt: skip
+    assert {record.slug for _, records in found.values() for record in records} == {cell.slug for cell in old}
 
 
 def test_what_others_were_given_is_their_heading(tmp_path):
@@ -272,90 +301,46 @@ def test_claims_of_table_5():
     assert verdicts("table5", results("table5", part)) == [True, None, None]
 
 
-def test_claims_of_wikitext_2():
-    good = {"transformer": (80.0, 75.0), "linear": (99.0, 91.0), "delta": (90.0, 85.0), "dpfp-1-delta": (88.0, 84.0)}
-    assert verdicts("wikitext2", results("wikitext2", good)) == [True] * 3
-    bad = {"transformer": (89.0, 85.0), "linear": (89.0, 91.0), "delta": (90.0, 85.0), "dpfp-1-delta": (91.0, 84.0)}
-    assert verdicts("wikitext2", results("wikitext2", bad)) == [False] * 3
-
-
-WIKIPEDIA = {
-    **wikipedia.SMALL,
-    **{"delta-norm": (35.0, 36.5), "delta-nopos-norm": (33.9, 34.9), "delta-nopos": (33.2, 34.5)},
-    **{"linear-carried": (261.0, 270.0), "delta-carried": (32.0, 33.0)},
-}
-
-
-def test_claims_of_wikipedia():
-    """Four of Tables 2 and 5, three of Table 3, then the sum rule and the delta rule of Table 4."""
-
-    def judged(**changes):
-        return verdicts("wikipedia", results("wikipedia", {**WIKIPEDIA, **changes}))
-
-    assert judged() == [True] * 9
-    assert judged(**{"delta-nopos": (32.0, 33.0)})[3] is True, "other rows do not rival the Transformer"
-    assert judged(**{"delta-nopos": (34.6, 36.0)})[4:7] == [False, False, False]
-    assert judged(**{"linear-carried": (40.0, 41.0)})[7:] == [False, True]
-    assert judged(**{"linear-carried": (None, None)})[7:] == [True, True]
-    assert judged(**{"delta-carried": (34.0, 35.5)})[7:] == [True, False]
-    part = results("wikipedia", {name: WIKIPEDIA[name] for name in wikipedia.RULES})
-    assert verdicts("wikipedia", part) == [True] * 4 + [None] * 5
-
-
-def test_wikipedia_shows_the_papers_medium_models_as_such():
-    found = results("wikipedia", WIKIPEDIA)
-    rows = {row[0]: row for row in EXPERIMENTS["wikipedia"].table(found).rows}
-    assert len(rows) == 12
-    assert rows["Delta Network"][5:] == ("34.1", "35.5")
-    assert rows["Delta Network, no positions, no attention norm."][5:] == ("28.1 (D = 256)", "31.1 (D = 256)")
-    assert rows["Delta Network, carried context"][5:] == ("27.8 (D = 256)", "29.4 (D = 256)")
-    assert rows["Linear Transformer, carried context"][5:] == ("> 260 (D = 256)", "> 260 (D = 256)")
-    claims = EXPERIMENTS["wikipedia"].claims(found)
-    assert all(claim.paper.startswith("medium: ") for claim in claims[4:])
-
-
-@pytest.mark.parametrize("name", ["wikipedia", "wikipedia-fast"])
-def test_cells_of_wikipedia_have_the_papers_numbers_of_their_size(name):
-    found = {cell.config["model"]: cell.paper for cell in cells(name)}
-    assert found["delta"] == {"valid": 34.1, "test": 35.5} and found["dpfp-1"] == {"valid": 37.7, "test": 38.8}
-    assert {model for model, paper in found.items() if paper is not None} == set(wikipedia.RULES)
-    assert EXPERIMENTS["wikipedia"].paper({"size": 256, "model": "linear-carried"}) == {
-        "valid": "> 260",
-        "test": "> 260",
-    }
+def test_stand_ins_are_one_size_beside_the_papers_own():
+    for name, models in (("table3", "delta-nopos"), ("table4", "delta-carried")):
+        (row,) = EXPERIMENTS[name].table(results(name, {models: (60.0, 61.0)}, "wikipedia")).rows
+        assert row[-2].endswith("(D = 256)") and cells(name, "wikipedia")[0].config["size"] == 128
+    found = {cell.config["model"]: cell.paper for cell in cells("table2", "wikipedia")}
+    assert found["delta"] == {"valid": 34.1, "test": 35.5}
+    assert all(cell.paper is None for cell in cells("table3", "wikipedia")), "the paper has none of that size"
+    assert EXPERIMENTS["table4"].paper({"size": 256, "model": "linear-carried"}) == {"valid": "> 260", "test": "> 260"}
 
 
 @pytest.mark.parametrize("scale", ["paper", "code"])
 def test_what_departs_from_the_papers_protocol(scale):
-    def found(name, corpus=None, **settings):
-        told = given(name, scale, **settings)
+    def found(name, corpus=None, at=None, **settings):
+        told = given(name, at or scale, **settings)
         told["corpus"] = {**told["corpus"], **(corpus or {})}
-        made = EXPERIMENTS[name].cells(scale, None, told)
-        return departures(EXPERIMENTS[name], [record(cell, {}) for cell in made])
+        made = EXPERIMENTS[name].cells(at or scale, None, told)
+        return EXPERIMENTS[name].departures([record(cell, {}) for cell in made])
 
     for name in ("table2", "table3", "table4", "table5"):
         assert found(name) == {} == found(name, compile="default"), "what does not change the numbers"
     assert found("table3", lr=0.5, clip=1.0) == {"lr": ([0.5], [2.5e-4]), "clip": ([1.0], [0.25])}
     slow = {"steps": ([21_000], [500_000]), "precision": (["bf16-mixed"], ["32-true"]), "stride": ([8], [1])}
     slow["eval_every"] = ([2100], [4000])
-    assert found("wikipedia", {"name": "other"}) == {"text": (["other"], ["WikiText-103"]), **slow}
-    fast = found("wikipedia-fast")
+    assert found("table2", {"name": "other"}, "wikipedia") == {"text": (["other"], ["WikiText-103"]), **slow}
+    fast = found("table2", at="wikipedia-fast")
     assert slow.items() <= fast.items() and fast["optimizer"] == (["muon"], ["default"])
     assert fast["dropout"] == ([0.0], [0.1]) and fast["schedule"] == (["linear"], ["cosine"])
-    assert found("wikitext2", {"name": "WikiText-2"})["n_layers"] == ([4], [16])
+    assert found("table2", at="wikitext2")["n_layers"] == ([4], [16])
 
 
 def test_carried_rows_of_wikipedia_are_read_in_one_go():
-    how = {cell.config["model"]: cell.config["evaluations"] for cell in cells("wikipedia")}
+    how = {cell.config["model"]: cell.config["evaluations"] for cell in cells("table4", "wikipedia")}
     assert how["delta-carried"] == how["linear-carried"] == [{"name": "carried", "batch": 1}]
-    assert how["delta-nopos"] == how["delta"] == [{"name": "sliding", "stride": 8}]
+    assert how["delta-nopos"] == how["linear"] == [{"name": "sliding", "stride": 8}]
 
 
 def test_the_fast_recipe_is_one_for_all_and_no_cell_is_the_papers():
-    fast = cells("wikipedia-fast")
-    assert not {cell.slug for cell in fast} & {cell.slug for cell in cells("wikipedia")}
+    fast = cells("table2", "wikipedia-fast") + cells("table3", "wikipedia-fast")
+    usual = {cell.config["model"]: cell.config for name in ("table2", "table3") for cell in cells(name, "wikipedia")}
     assert len({json.dumps(cell.config["training"]) for cell in fast}) == 1
-    usual = {cell.config["model"]: cell.config for cell in cells("wikipedia")}
     for cell in fast:
         network = cell.config["network"]
         assert network | {"dropout": 0.1} == usual[cell.config["model"]]["network"]
@@ -386,18 +371,28 @@ def test_claims_of_speed():
     assert speed.SCALES["paper"].decides
 
 
-def test_close_calls_after_a_short_training_are_undecided():
-    for scale, close, apart in (("small", None, False), ("paper", False, False)):
-        for other, expected in ((100.0, close), (90.0, apart)):
-            pairs = {"delta": (100.5, 100.5), "linear": (other, 110.0), "performer": (9.0, 9.0)}
-            assert verdicts("table2", results("table2", pairs, scale))[0] is expected
-    assert verdicts("table2", results("table2", {"delta": (9.0, 9.0), "linear": (9.5, 9.5)}, "small"))[0] is True
+@pytest.mark.parametrize("name", TABLES[:4])
+def test_what_a_smaller_budget_finds_decides_nothing(name):
+    """Neither for the paper nor against it, however clear the numbers; at the paper's own budget they do."""
+    table = EXPERIMENTS[name]
+    everywhere = {"transformer": 1.0, "delta-nopos": 1.9, "delta-carried": 1.5, "linear-carried": 99.0}
+    for way in (1, -1):
+        scores = {model: (everywhere.get(model, 3.0 - ("delta" in model)) ** way,) * 2 for model in table.models}
+        for scale in ("smoke", "small", *language_tables.STAND_INS):
+            judged = table.judge(scale, results(name, scores, scale))
+            assert {claim.verdict for claim in judged} <= {BEYOND_SCALE, "not run"} and judged[0].holds is None
+            assert judged[0].needs == "the paper's steps on WikiText-103: scale paper"
+        assert table.judge("paper", results(name, scores))[0].holds is (way == 1)
+        short = [record(cell, metrics(*scores[cell.config["model"]])) for cell in cells(name, steps=399_999)]
+        assert all(claim.holds is None for claim in table.judge("paper", Results(short)))
+        other = given(name, "paper") | {"corpus": {"name": "other", "words": 267_735, "fingerprint": "x"}}
+        found = [record(cell, metrics(*scores[cell.config["model"]])) for cell in table.cells("paper", None, other)]
+        assert all(claim.holds is None for claim in table.judge("paper", Results(found)))
+
+
+def test_a_gain_over_a_training_that_diverged_is_none():
     gains = {"dpfp-1": (90.0, 90.0), "dpfp-1-delta": (88.0, 88.0), "performer-wide": (92.0, 92.0)}
-    close = results("table5", {**gains, "performer-wide-delta": (90.5, 90.5)}, "small")
-    assert verdicts("table5", close) == [True, True, None]
-    assert verdicts("table5", results("table5", {**gains, "performer-wide-delta": (95.0, 95.0)}, "small"))[2] is True
-    diverged = results("table5", {**gains, "performer-wide-delta": (None, None)}, "small")
-    assert verdicts("table5", diverged) == [False, True, None]
+    assert verdicts("table5", results("table5", {**gains, "performer-wide-delta": (None, None)})) == [False, True, None]
 
 
 def test_a_tie_is_not_a_win():
@@ -405,7 +400,7 @@ def test_a_tie_is_not_a_win():
     assert best_of(tied, "delta-nopos", {"delta": "Delta Network"}, "", "").holds is False
 
 
-@pytest.mark.parametrize("name", TABLES[:6])
+@pytest.mark.parametrize("name", TABLES[:4])
 def test_plots_and_tables(name):
     experiment = EXPERIMENTS[name]
     found = results(name, dict.fromkeys(experiment.models, (10.0, 1234.5)), more={"xl": {"evaluations": XL}})
@@ -418,13 +413,6 @@ def test_plots_and_tables(name):
     assert draw(experiment, results(name, dict.fromkeys(experiment.models, (None, None))))["png"]
 
 
-def test_a_small_part_of_the_training_decides_only_what_is_clear():
-    """21,000 steps of 500,000: a lead counts from 1 % on, and so does a lag."""
-    by = 0.005
-    for lead, expected in ((0.02, True), (by, None), (0.0, None), (-by, None), (-0.02, False)):
-        ours = (100 * (1 - lead), 100 * (1 - lead))
-        assert verdicts("wikipedia", results("wikipedia", {"delta": ours, "linear": (100, 100)}))[0] is expected
-    assert is_lower((98.0, 98.0), (100.0, 100.0), 0.01) is True
-    assert is_lower((100.0, 100.0), (98.0, 98.0), 0.01) is False, "what one wins by the other loses by"
-    full = {"delta": (99.9, 99.9), "linear": (100, 100)}
-    assert True in verdicts("table2", results("table2", full)), "full trainings are compared number by number"
+def test_full_trainings_are_compared_number_by_number():
+    assert is_lower((98.0, 98.0), (100.0, 100.0)) and not is_lower((100.0, 98.0), (100.0, 100.0))
+    assert True in verdicts("table2", results("table2", {"delta": (99.9, 99.9), "linear": (100, 100)}))

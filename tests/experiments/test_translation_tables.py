@@ -12,7 +12,6 @@ from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.prepare import prepare
 from fastweights.experiments import EXPERIMENTS
 from fastweights.experiments.engine import translation_tables
-from fastweights.experiments.engine.departures import departures
 from fastweights.experiments.engine.experiment import BadInput, CellRecord, Results, Selection, UserInput
 from fastweights.experiments.engine.store import Store
 from fastweights.experiments.engine.sweep import sweep
@@ -101,8 +100,8 @@ def test_settings_that_some_models_have(settings, able):
 def test_what_follows_from_other_steps():
     training = {model: cell.config["training"] for model, cell in cells("small", steps=50).items()}
     assert all((found["steps"], found["warmup"]) == (50, 5) for found in training.values())
-    same = cells("small", steps=1000)["linear"].config["training"]
-    assert same == cells("small")["linear"].config["training"] and same["warmup"] == 100
+    same = cells("small", steps=500)["linear"].config["training"]
+    assert same == cells("small")["linear"].config["training"] and same["warmup"] == 50
     assert same["schedule"] == "cosine" and same["lr"] == 4e-3
 
 
@@ -165,20 +164,21 @@ def test_claims_on_part_of_the_models():
     assert judged({"softmax": (26.6, 27.7), "linear": (25.5, 28.0)})[4] is False
 
 
-def test_short_trainings_do_not_tell_close_models_apart():
-    def held(scores):
-        runs = [record(model, *pair) for model, pair in scores.items()]
-        runs = [replace(run, config={**run.config, "steps": 1000}) for run in runs]
-        return [claim.holds for claim in TABLE1.claims(Results(runs))]
+def test_only_the_papers_data_and_budget_decide():
+    def verdicts(scale, size, corpus=CORPUS, **settings):
+        made = [TABLE1.cell(scale, model, size, 1, {"corpus": corpus, "set": settings}) for model in PAPER]
+        runs = [
+            replace(record(cell.config["model"], *PAPER[cell.config["model"]]), config=cell.config) for cell in made
+        ]
+        return TABLE1.label(runs), {claim.verdict for claim in TABLE1.judge(scale, Results(runs))}
 
-    assert held(PAPER) == [None, True, None, None, None], "DPFP leads Linear by 0.1 in the test set"
-    apart = {"linear": (25.0, 25.0), "performer-1": (23, 23), "performer-8": (28.6, 28.6)}
-    assert held({**PAPER, **apart}) == [True, True, True, True, None]
-    assert held({**PAPER, "performer-8": (28.8, 28.8), "dpfp-4": (26.0, 20.0)}) == [False, True, None, True, False]
-    assert held({**PAPER, "performer-8": (26.7, 27.1)})[3] is None
-    assert held({**PAPER, "performer-8": (26.7, 26.1)})[3] is False
-    assert held({**PAPER, "performer-8": (27.2, 28.3)})[3] is True, "ahead by more than it takes"
-    assert held({**PAPER, "softmax": (28.0, 28.8)})[4] is True
+    beyond, europarl = {"not decided at this scale"}, {**CORPUS, "name": "europarl-de-en, en-de"}
+    assert verdicts("paper", 1024) == ("paper", {"holds"})
+    assert verdicts("paper", 1024, clip=1.0) == ("paper", {"holds"}), "as much training on the same pairs"
+    assert verdicts("paper", 1024, steps=2000) == ("WMT14 en-de, 2,000 updates", beyond)
+    assert verdicts("paper", 512) == ("WMT14 en-de, 100,000 updates", beyond), "another size"
+    assert verdicts("paper", 1024, europarl, steps=2000) == ("Europarl, 2,000 updates", beyond)
+    assert verdicts("small", 64) == ("small", beyond)
 
 
 def test_seeds_are_averaged_and_a_diverged_run_counts_nothing():
@@ -321,9 +321,7 @@ def test_the_page_says_what_is_scored_and_what_is_not_the_papers(tmp_path):
     assert known in prepared_before()
     text = page("new", sets=told)[1]()
     assert known in text
-    departures = (
-        "paper: the paper's protocol, except (its own in brackets): text europarl, en-de (WMT14 en-de), steps 2000"
-    )
+    departures = "the paper's protocol, except (its own in brackets): text europarl, en-de (WMT14 en-de), steps 2000"
     assert f"{departures} (35000), d_model 512 (1024)" in text and "norm pre (post)" in text
 
 
@@ -342,7 +340,7 @@ def test_corpora_that_do_not_say_what_is_scored_are_refused(tmp_path):
 
 def test_the_papers_own_cells_depart_in_nothing():
     for name, cell in cells("paper").items():
-        assert departures(TABLE1, [replace(record(name, 20, 21), config=cell.config)]) == {}
+        assert TABLE1.departures([replace(record(name, 20, 21), config=cell.config)]) == {}
 
 
 def test_the_data_are_of_bleu():

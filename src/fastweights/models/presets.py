@@ -173,7 +173,7 @@ def tiny(
 
     Command: `fastweights train lm --preset tiny --mixer delta`.
     Cost: 4.1 M words, two epochs of WikiText-2.
-    Expected: the paper has no such model; `results/wikitext2` has what was measured after 3,600 steps.
+    Expected: the paper has no such model; `results/table2` has what was measured on WikiText-2 after 3,600 steps.
     """
     return _config("tiny", mixer, rule, context, overrides)
 
@@ -185,7 +185,7 @@ def small_fast(
 
     Command: `fastweights train lm --preset small-fast --mixer delta --precision bf16 --compile default --graph`.
     Cost: 516 M words, five passes over a text of WikiText-103's size; minutes on an H200.
-    Expected: the paper has no such training; `results/wikipedia-fast` has what was measured, where it has been.
+    Expected: the paper has no such training; `results/table2` has what was measured on Wikipedia, where it has been.
     """
     return small(mixer, rule, context, **{"dropout": 0.0, **overrides})
 

@@ -31,10 +31,11 @@ def _chapter(store: Store, experiment: Experiment, loss: str) -> Chapter:
     files = draw(experiment, results)
     for kind, content in files.items():
         write_atomically(store.folder(experiment.name) / f"{experiment.name}.{kind}", content)
-    others = [_other(experiment, scale, Results(group, loss)) for group in store.groups(experiment, scale)[1:]]
+    others = [_other(experiment, Results(group, loss)) for group in store.others(experiment, scale)]
     return Chapter(experiment, scale, results, claims, files.get("svg"), others)
 
 
-def _other(experiment: Experiment, scale: str, results: Results) -> Chapter:
+def _other(experiment: Experiment, results: Results) -> Chapter:
+    scale = results.records[0].config["scale"]
     judged = [claim for claim in experiment.judge(scale, results) if claim.ours != NOT_RUN]
     return Chapter(experiment, scale, results, judged, draw(experiment, results).get("svg"))

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from fastweights.experiments.engine.departures import departures
-from fastweights.experiments.engine.experiment import SCALES, Claim, Table, inputs_of
+from fastweights.experiments.engine.experiment import BEYOND_SCALE, SCALES, Claim, Table, inputs_of
 from fastweights.report.chapter import Chapter
 from fastweights.report.rows import format_seconds, losses, tally
 
@@ -99,7 +98,7 @@ def page(chapters: Sequence[Chapter]) -> str:
 Schmidhuber, ICML 2021), trained again, and what the paper says of each, judged by these results: of {len(claims)}
 statements, {escape(tally(claims))}.</p>
 <div class="scroll"><table>
-<thead><tr><th scope="col">what</th><th scope="col">scale</th><th scope="col">statements</th></tr></thead>
+<thead><tr><th scope="col">what</th><th scope="col">data and training</th><th scope="col">statements</th></tr></thead>
 <tbody>{contents}</tbody>
 </table></div>
 </header>
@@ -117,8 +116,8 @@ def _text(text: str) -> str:
 
 def _contents_row(chapter: Chapter) -> str:
     name, title = chapter.experiment.name, escape(chapter.experiment.title)
-    scale, verdicts = chapter.scale or "not run", escape(tally(chapter.claims))
-    return f'<tr><td><a href="#{name}">{title}</a></td><td>{scale}</td><td>{verdicts}</td></tr>\n'
+    label, verdicts = escape(chapter.label), escape(tally(chapter.claims))
+    return f'<tr><td><a href="#{name}">{title}</a></td><td>{label}</td><td>{verdicts}</td></tr>\n'
 
 
 def _chapter(chapter: Chapter) -> str:
@@ -136,13 +135,14 @@ def _chapter(chapter: Chapter) -> str:
     parts.append(_claims(chapter.claims))
     if chapter.scale is not None:
         parts += [_samples(chapter), _how(chapter, chapter.scale), _data(chapter)]
-        parts += [_other(other, chapter, chapter.scale) for other in chapter.others]
+        parts += [_other(other, chapter, other.scale) for other in chapter.others if other.scale]
     return "\n".join([*parts, "</section>\n"])
 
 
 def _other(chapter: Chapter, shown: Chapter, scale: str) -> str:
-    """Show the same experiment with other settings, below those that are shown in full."""
-    parts = [f"<h3>Also run: {escape(_difference(chapter, shown))}</h3>", _table(chapter), _figure(chapter)]
+    """Show the same experiment with another training or other data, below those that are shown in full."""
+    heading = chapter.label if chapter.label != shown.label else _difference(chapter, shown)
+    parts = [f"<h3>Also run: {escape(heading)}</h3>", _table(chapter), _figure(chapter)]
     parts += [_claims(chapter.claims)] if chapter.claims else []
     return "\n".join([*parts, _samples(chapter), _how(chapter, scale), _data(chapter)])
 
@@ -169,7 +169,8 @@ def _note(chapter: Chapter, scale: str) -> str:
     if settings:
         changed = ", ".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
         note = f"{note} Changed in every cell: {changed}.".strip()
-    return f'<p class="note"><strong>Scale {scale}.</strong> {_text(note)}</p>' if note else ""
+    name = f"Scale {chapter.label}" if chapter.label in SCALES else chapter.label[0].upper() + chapter.label[1:]
+    return f'<p class="note"><strong>{escape(name)}.</strong> {_text(note)}</p>' if note else ""
 
 
 def _table(chapter: Chapter) -> str:
@@ -219,7 +220,16 @@ def _figure(chapter: Chapter) -> str:
     kind = _DRAWN.get(form, "").format(loss=results.loss.split("_")[0])
     seeds = len({record.config["seed"] for record in results.records})
     spread = f"mean and range over {seeds} seeds" if seeds > 1 else ""
-    caption = "; ".join(part for part in (experiment.title, f"scale {chapter.scale}", kind, spread) if part)
+    caption = "; ".join(
+        part
+        for part in (
+            experiment.title,
+            f"scale {chapter.label}" if chapter.label in SCALES else chapter.label,
+            kind,
+            spread,
+        )
+        if part
+    )
     image = f'<img src="data:image/svg+xml;base64,{source}" width="660" height="450" alt="{escape(alt)}">'
     return f"<figure>{image}<figcaption>{escape(caption)}.</figcaption></figure>"
 
@@ -229,6 +239,7 @@ def _claims(claims: Sequence[Claim]) -> str:
     for claim in claims:
         style, sign = {True: ("holds", "✓"), False: ("fails", "✗"), None: ("open", "–")}[claim.holds]
         verdict = f'<span class="verdict {style}"><span aria-hidden="true">{sign}</span> {claim.verdict}</span>'
+        verdict += f"<br><small>needs {_text(claim.needs)}</small>" if claim.verdict == BEYOND_SCALE else ""
         ours, paper = _text(claim.ours), _text(claim.paper)
         rows.append(
             f'<tr><td>{_text(claim.text)}</td><td data-label="ours">{ours}</td>'
@@ -254,14 +265,14 @@ def _how(chapter: Chapter, scale: str) -> str:
     corpora = {
         record.config["corpus"]["name"]: record.config["corpus"] for record in records if "corpus" in record.config
     }
-    if corpora and scale in ("paper", "code"):
+    if corpora and scale not in ("smoke", "small"):
         command += " --data DIR"
     settings = records[0].config.get("set", {})
     command += "".join(f" --set {name}={json.dumps(value)}" for name, value in settings.items())
     versions = [", ".join(f"{name} {number}" for name, number in record.versions.items()) for record in records]
     entries = {
         "command": f"<code>{escape(command)}</code>",
-        "scale": escape(f"{scale}: {_protocol(chapter, scale)}"),
+        "protocol": escape(_protocol(chapter, scale)),
         "cells": f"{len(records)} ({planned} planned at this scale)",
         "seeds": ", ".join(map(str, seeds)),
         "text": _distinct([f"{name} ({_words(c)}, {c['fingerprint']})" for name, c in corpora.items()]),
@@ -275,15 +286,16 @@ def _how(chapter: Chapter, scale: str) -> str:
 
 
 def _protocol(chapter: Chapter, scale: str) -> str:
-    """Say what the scale stands for, and at full scale how these cells depart from the paper's protocol."""
-    if scale not in ("paper", "code"):
-        return SCALES[scale]
+    """Say what the scale stands for, and beyond scale small how these cells depart from the paper's protocol."""
+    if scale in ("smoke", "small"):
+        return f"{scale}: {SCALES[scale]}"
+    protocol = SCALES["code" if scale == "code" else "paper"]
     try:
-        found = departures(chapter.experiment, chapter.results.records)
+        found = chapter.experiment.departures(chapter.results.records)
     except (ValueError, KeyError):
-        return f"{SCALES[scale]}, in an older configuration that cannot be compared with it"
+        return f"{protocol}, in an older configuration that cannot be compared with it"
     shown = [f"{name} {_values(ours)} ({_values(theirs)})" for name, (ours, theirs) in found.items()]
-    return SCALES[scale] + (f", except (its own in brackets): {', '.join(shown)}" if shown else "")
+    return protocol + (f", except (its own in brackets): {', '.join(shown)}" if shown else "")
 
 
 def _values(values: Sequence[Any]) -> str:

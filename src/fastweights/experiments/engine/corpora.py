@@ -35,19 +35,30 @@ WIKITEXT103 = RequiredCorpus(name="WikiText-103", words=267_735, kind="wikitext1
 WIKITEXT2 = RequiredCorpus(name="WikiText-2", words=33_278, kind="wikitext2")
 
 
-def make_inputs(required: RequiredCorpus) -> Callable[[str, UserInput], CellInputs]:
-    """Return the `Experiment.make_inputs` of a table: the embedded corpus, and at full scale one like `required`."""
+def inputs_from(
+    own: Callable[[], Path],
+    learns: str,
+    find: Callable[[str, Sequence[Path]], Path],
+    identify: Callable[[Path], Mapping[str, Any]],
+) -> Callable[[str, UserInput], CellInputs]:
+    """Return an `Experiment.make_inputs`: the package's `own` data at scales smoke and small, elsewhere the user's."""
 
     def make_inputs(scale: str, given: UserInput) -> CellInputs:
-        if scale in ("smoke", "small"):
-            if given.data:
-                raise BadInput(f"--data is for scales paper and code; scale {scale} learns from Python's documentation")
-            folder = _embedded()
-        else:
-            folder = _folder_of(required, scale, given.data)
+        if scale in ("smoke", "small") and given.data:
+            raise BadInput(f"--data is for scales paper and code and for stand-ins; scale {scale} learns {learns}")
+        folder = own() if scale in ("smoke", "small") else find(scale, given.data)
         return CellInputs({"corpus": identify(folder), "set": dict(given.settings)}, folder)
 
     return make_inputs
+
+
+def make_inputs(required: RequiredCorpus, **others: RequiredCorpus) -> Callable[[str, UserInput], CellInputs]:
+    """Return the `Experiment.make_inputs` of language models; `others` are required at the scales of their names."""
+
+    def find(scale: str, folders: Sequence[Path]) -> Path:
+        return _folder_of(others.get(scale, required), scale, folders)
+
+    return inputs_from(lambda: _embedded(), "from Python's documentation", find, identify)
 
 
 def _embedded() -> Path:

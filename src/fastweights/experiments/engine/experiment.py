@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from fastweights.experiments.engine.departures import departures
 from fastweights.experiments.engine.shape import Shape
 from fastweights.training.engine.config import Fields
 
@@ -26,9 +26,13 @@ SCALES = {
     "code": "the paper's sizes by the protocol of its released code, where that differs from the text",
     "paper": "the paper's protocol",
 }
-
+FULL = ("code", "paper")
+"""Scales with the paper's sizes."""
 
 NOT_RUN = "not run"
+BEYOND_SCALE = "not decided at this scale"
+BUDGET = frozenset(("text", "steps", "d_model"))
+"""Departures from the paper after which a training has not its data or its budget."""
 
 
 class BadInput(Exception):
@@ -90,17 +94,22 @@ class CellRecord(CellOutcome):
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of the paper beside what we find. `holds` is None where these results cannot decide it."""
+    """One statement of the paper beside what we find.
+
+    `holds` is None where results are missing, and where their scale or budget cannot decide the statement, whatever the
+    numbers: `needs` then says what could.
+    """
 
     text: str
     ours: str
     paper: str
     holds: bool | None
+    needs: str = ""
 
     @property
     def verdict(self) -> str:
         if self.holds is None:
-            return NOT_RUN if self.ours == NOT_RUN else "undecided"
+            return NOT_RUN if self.ours == NOT_RUN else BEYOND_SCALE if self.needs else "undecided"
         return "holds" if self.holds else "fails"
 
 
@@ -144,14 +153,16 @@ class Plot:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """An experiment's size at one scale.
+    """An experiment's size at one scale: one of `SCALES`, or a stand-in for the paper's data or budget.
 
     Args:
         sizes, seeds: the grid, with every model of the experiment.
         options: the rest of each cell's configuration.
         cost: what to expect, before it has been measured.
         note: how this departs from the paper, shown with the results.
-        decides: False where training is too short for any claim to be judged.
+        decides: whether results can decide the paper's statements, or the texts of those that they can. At scales
+            `paper` and `code` they also need the paper's data and budget.
+        label: what a stand-in is, beside its data and training.
     """
 
     sizes: tuple[int, ...]
@@ -159,7 +170,8 @@ class Scale:
     options: Mapping[str, Any] = field(default_factory=dict)
     cost: str
     note: str = ""
-    decides: bool = True
+    decides: bool | Collection[str] = True
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -196,19 +208,6 @@ class CellInputs:
     data: Path | None = None
 
 
-def run_each(
-    measure: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-) -> Callable[[Sequence[Cell], Setup], CellOutcomes]:
-    """Return the `Experiment.run` of cells that are measured one after the other, without training."""
-
-    def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
-        for cell in cells:
-            start = time.perf_counter()
-            yield cell, CellOutcome(measure(cell.config), time.perf_counter() - start)
-
-    return run
-
-
 Progress = Callable[[Cell, int, float], None]
 CellOutcomes = Generator[tuple[Cell, CellOutcome], None, None]
 
@@ -234,16 +233,24 @@ class Setup:
     force: bool = False
 
 
+class About(NamedTuple):
+    """Name of an experiment, its title, where it is in the paper, and what the paper says it shows."""
+
+    name: str
+    title: str
+    where: str
+    statement: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """One figure or table of the paper.
 
     Args:
-        where: section and figure of the paper.
-        statement: what the paper says the figure shows.
+        name, title, where, statement: as in `About`.
         models: name of each model in `config`, and its label in figures; one unnamed entry where there is no choice.
         configure: the whole configuration of the cell (scale name, model, size, seed; what is `given` by name).
-        protocol: the same by the paper's protocol, where the experiment itself departs from it: see `protocol`.
+        configure_as_paper: the same by the paper's protocol, where the experiment itself departs from it.
         paper: the paper's values for a configuration.
         run: runs cells and yields each with its outcome as it finishes.
         claims: judges the results.
@@ -253,8 +260,12 @@ class Experiment:
         inputs: names of the entries of `config` that `make_inputs` decides. A record keeps its own.
         fields: what the settings of a `UserInput` can be and their types; None where there are none.
         needs: packages beside PyTorch that its cells are run with.
+        formerly: names of experiments that have become stand-ins of this one; their results of scale `paper` are its
+            results at the scale of that name.
         stored: shape of `config` and `metrics` that a stored cell needs to be shown.
-        text: what the paper's models were trained and scored on, where ours can be on something else.
+        paper_corpus: what the paper's models were trained and scored on, where ours can be on something else.
+        describe: the data and the training of a configuration that are not the paper's.
+        decided_by: what it takes to decide statements that a smaller run cannot.
         measure: what the numbers are.
         size_name: what `size` is, in front of its value.
         fixed_sizes: drawn at the sizes of its scales only, which a `Selection` can narrow but not change.
@@ -278,17 +289,61 @@ class Experiment:
     inputs: tuple[str, ...] = ()
     fields: Fields | None = None
     needs: tuple[str, ...] = ()
+    formerly: tuple[str, ...] = ()
     stored: Shape = field(default_factory=dict)
     paper_corpus: str = ""
+    describe: Callable[[Mapping[str, Any]], str] = lambda config: ""
+    decided_by: str = "scale paper"
     measure: str = "Perplexities"
     size_name: str = "S"
     fixed_sizes: bool = False
     selectable: bool = True
 
     def judge(self, scale: str | None, results: Results) -> list[Claim]:
-        """Return the claims, none of them decided where the scale is too small for it."""
-        decides = scale is None or self.scales[scale].decides
-        return [claim if decides else replace(claim, holds=None) for claim in self.claims(results)]
+        """Return the claims, undecided where the scale or the budget cannot decide them, whatever the numbers say."""
+        decides = self.scales[scale].decides if scale else True
+        if scale in FULL and not self.is_full(results.records):
+            decides = ()
+        claims = self.claims(results)
+        decided = [decides if isinstance(decides, bool) else claim.text in decides for claim in claims]
+        beyond = [replace(claim, holds=None, needs=self.decided_by) for claim in claims]
+        return [claim if by else other for claim, other, by in zip(claims, beyond, decided, strict=True)]
+
+    def is_full(self, records: Sequence[CellRecord]) -> bool:
+        """Return whether results have the paper's data and budget."""
+        if any(record.config["scale"] not in FULL for record in records):
+            return False
+        try:
+            return not BUDGET & self.departures(records).keys()
+        except (ValueError, KeyError):
+            # An older configuration, which cannot be compared.
+            return False
+
+    def label(self, records: Sequence[CellRecord]) -> str:
+        """Name results by what they are: by their scale, or by their data and training where those are not its own."""
+        scale = records[0].config["scale"]
+        at = self.scales[scale]
+        if scale in SCALES and (scale not in FULL or self.is_full(records)):
+            return scale
+        return ", ".join(filter(None, (self.describe(records[0].config), at.label))) or scale
+
+    def departures(self, records: Sequence[CellRecord]) -> dict[str, tuple[list[Any], list[Any]]]:
+        """Return what differs from the paper's protocol in any of the cells: by name, their values and the paper's.
+
+        What the paper does not say is in its protocol as the preset of its models has it.
+        """
+        return departures(self._beside_paper(record.config) for record in records)
+
+    def _beside_paper(self, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Return a configuration and the paper's for the same model, each with the name of its text."""
+        given = inputs_of(config, self.inputs)
+        scale = config["scale"] if config["scale"] in FULL else "paper"
+        unchanged = {**given, "set": {}} if "set" in given else given
+        configure = self.configure_as_paper or self.configure
+        theirs = configure(scale, config["model"], config["size"], config["seed"], **unchanged)
+        if not self.paper_corpus:
+            return config, theirs
+        return {"text": given["corpus"]["name"], **config}, {"text": self.paper_corpus, **theirs}
 
     def grid(self, scale: str, selection: Selection | None = None) -> list[tuple[str, int, int]]:
         """Return model, size and seed of each cell; none at a scale that the experiment does not have."""

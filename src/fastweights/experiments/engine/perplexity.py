@@ -1,8 +1,4 @@
-"""How perplexities are judged and shown: which model is lower, and ours beside the paper's.
-
-After a short training with one seed, models that are closer than `CLOSE` are not told apart: that is undecided. Full
-trainings are compared as the paper compares them, number by number.
-"""
+"""How perplexities are judged and shown: which model is lower, number by number, and ours beside the paper's."""
 
 from __future__ import annotations
 
@@ -16,13 +12,9 @@ from fastweights.experiments.engine.experiment import NOT_RUN, CellRecord, Claim
 Pair = tuple[float, float]
 """Validation and test perplexity."""
 
-SHORT = 100_000
-"""Fewer steps than these, of the paper's 400,000 and 500,000, are a short training."""
-
 Shown = Pair | str
 """What the paper gives: two numbers, or one bound for both."""
 
-CLOSE = 0.01
 PAPER_HEADER = ("paper, validation", "paper, test")
 
 
@@ -49,17 +41,9 @@ def show_pair(pair: Pair | None) -> str:
     return "" if pair is None else " / ".join(map(show, pair))
 
 
-def margin(results: Results) -> float:
-    """Return the share by which perplexities have to differ."""
-    return CLOSE if any(record.config.get("steps", SHORT) < SHORT for record in results.records) else 0.0
-
-
-def is_lower(ours: Pair, theirs: Pair, by: float = 0.0) -> bool | None:
-    """Return whether ours is lower on both texts, None where they are too close; False where ours diverged."""
-    if all(a < b * (1 - by) for a, b in zip(ours, theirs, strict=True)):
-        return True
-    lost = any(math.isinf(a) or (b < a * (1 - by) if by else a >= b) for a, b in zip(ours, theirs, strict=True))
-    return False if lost else None
+def is_lower(ours: Pair, theirs: Pair) -> bool:
+    """Return whether ours is lower on both texts, never so where it diverged."""
+    return all(a < b for a, b in zip(ours, theirs, strict=True))
 
 
 def lower(results: Results, model: str, other: str, text: str, paper: str) -> Claim:
@@ -71,14 +55,15 @@ def lower(results: Results, model: str, other: str, text: str, paper: str) -> Cl
             compared[size] = (ours, theirs)
     if not compared:
         return Claim(text, NOT_RUN, paper, None)
-    by = margin(results)
-    verdicts = [is_lower(*pair, by) for pair in compared.values()]
-    found = [f"{show_pair(ours)} against {show_pair(theirs)}" for ours, theirs in compared.values()]
-    if len(compared) > 1:
-        found = [f"D = {size}: {entry}" for size, entry in zip(compared, found, strict=True)]
+    verdicts: list[bool | None] = [is_lower(*pair) for pair in compared.values()]
     missing = len(results.sizes()) - len(compared)
-    shown = "; ".join(found) + (f" (closer than {by:.0%})" if by and None in verdicts and False not in verdicts else "")
-    return Claim(text, shown, paper, every(verdicts + [None] * missing))
+    return Claim(text, _by_size(compared), paper, every(verdicts + [None] * missing))
+
+
+def _by_size(pairs: Mapping[int, tuple[Pair, Pair]]) -> str:
+    """Return the perplexities of two models, with the size where there are several."""
+    found = {size: f"{show_pair(ours)} against {show_pair(theirs)}" for size, (ours, theirs) in pairs.items()}
+    return "; ".join(f"D = {size}: {entry}" if len(found) > 1 else entry for size, entry in found.items())
 
 
 def every(verdicts: Sequence[bool | None]) -> bool | None:
@@ -88,10 +73,7 @@ def every(verdicts: Sequence[bool | None]) -> bool | None:
 
 def against(paper: Mapping[int, Mapping[str, Pair]], model: str, other: str) -> str:
     """Return the paper's numbers of the two models, as a text."""
-    found = [f"{show_pair(row[model])} against {show_pair(row[other])}" for row in paper.values()]
-    return "; ".join(
-        f"D = {size}: {entry}" if len(paper) > 1 else entry for size, entry in zip(paper, found, strict=True)
-    )
+    return _by_size({size: (row[model], row[other]) for size, row in paper.items()})
 
 
 def table(labels: Mapping[str, str], paper: Mapping[int, Mapping[str, Shown]]) -> Callable[[Results], Table]:
@@ -160,6 +142,5 @@ def best_of(results: Results, model: str, labels: Mapping[str, str], text: str, 
     )
     if rivals:
         return Claim(text, f"{mine} against {rivals}", paper, False)
-    close = [labels[other] for other, claim in ran.items() if "closer than" in claim.ours]
-    ours = f"{mine}, too close to {', '.join(close)}" if close else f"{mine}, lowest of {len(ran) + 1}"
+    ours = f"{mine}, lowest of {len(ran) + 1}"
     return Claim(text, ours, paper, every([claim.holds for claim in claims.values()]))

@@ -25,13 +25,22 @@ def register_experiment(experiment: Experiment) -> Experiment:
     name = experiment.name
     if not re.fullmatch("[a-z0-9][a-z0-9_-]*", name):
         raise ValueError(f"the name of an experiment is made of a-z, 0-9, - and _, got {name!r}")
-    if not experiment.scales or not set(experiment.scales) <= set(SCALES):
+    unknown = [scale for scale, at in experiment.scales.items() if scale not in SCALES and not at.label]
+    if not experiment.scales or unknown:
         raise ValueError(
-            f"the scales of {name} must be some of {', '.join(SCALES)}, got {', '.join(experiment.scales)}"
+            f"the scales of {name} must be some of {', '.join(SCALES)}, got {', '.join(experiment.scales)}; "
+            "a stand-in for them says what it is by its label"
         )
     if EXPERIMENTS.setdefault(name, experiment) is not experiment:
         raise ValueError(f"there already is an experiment {name!r}; choose another name")
     return experiment
+
+
+def known_scales() -> list[str]:
+    """Return the names of all scales, the stand-ins of experiments last."""
+    return list(
+        dict.fromkeys([*SCALES, *(scale for experiment in EXPERIMENTS.values() for scale in experiment.scales)])
+    )
 
 
 def load_experiments(path: Path) -> None:

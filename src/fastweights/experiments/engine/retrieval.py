@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fastweights.common import provenance
 from fastweights.experiments.engine.experiment import (
     NOT_RUN,
+    About,
     Cell,
     CellOutcome,
     CellOutcomes,
     Claim,
+    Experiment,
+    Plot,
     Results,
     Scale,
     Setup,
     storable,
 )
+from fastweights.experiments.engine.shape import CURVE, Shape
 from fastweights.training.tasks.retrieval import train
 from fastweights.training.tasks.retrieval_cell import RetrievalConfig
 
@@ -65,6 +69,18 @@ SETTING_2 = {
 
 LABELS = {**SETTING_1, **SETTING_2}
 
+STORED: Shape = {
+    "config": {"d_key": int},
+    "metrics": {"best_loss": float | None, "last_loss": float | None, "steps": int, "curve": CURVE},
+}
+SMOKE = Scale(
+    sizes=(4, 8),
+    options={"d_key": 4, "max_steps": 20, "eval_every": 10},
+    cost="5 s",
+    note="Twenty steps of training: a check that everything runs, not a result.",
+    decides=False,
+)
+
 
 def configure(setting: int, scales: Mapping[str, Scale]) -> Callable[[str, str, int, int], Mapping[str, Any]]:
     """Return the function from scale, model, size and seed to the whole configuration, training defaults included."""
@@ -97,6 +113,30 @@ def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
     for config, result in train(configs, device=setup.device, jobs=jobs, on_progress=progress):
         metrics = {name: getattr(result, name) for name in ("last_loss", "best_loss", "steps", "stopped", "curve")}
         yield by_config[config], CellOutcome(metrics, result.wall_s)
+
+
+def figure(
+    setting: int,
+    about: About,
+    models: Mapping[str, str],
+    scales: Mapping[str, Scale],
+    claims: Callable[[Results], list[Claim]],
+    plot: Plot,
+    **rest: Any,
+) -> Experiment:
+    """Return the experiment of a figure in that setting of the paper (1: Sec. 6.1.1, 2: Sec. 6.1.2)."""
+    how = {"configure": configure(setting, scales), "run": run, "stored": STORED}
+    return Experiment(**about._asdict(), models=models, scales=scales, claims=claims, plot=plot, **how, **rest)
+
+
+def narrowed(
+    scales: Mapping[str, Scale], choose: Callable[[Sequence[int]], int], costs: Sequence[str], **small: Any
+) -> dict[str, Scale]:
+    """Return the scales of a figure that shows one size of another: its costs in their order, and what `small` is."""
+    return {
+        name: replace(scale, sizes=(choose(scale.sizes),), cost=cost, **(small if name == "small" else {}))
+        for (name, scale), cost in zip(scales.items(), costs, strict=True)
+    }
 
 
 def d_dot(config: Mapping[str, Any]) -> int | None:

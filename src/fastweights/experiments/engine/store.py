@@ -17,12 +17,14 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastweights.common.files import write_atomically
 from fastweights.data.manifest import DataError, fingerprint, finished, layout, read_manifest, sets
-from fastweights.experiments.engine.experiment import SCALES, BadInput, CellRecord, Experiment, inputs_of
+from fastweights.experiments.engine.experiment import FULL, SCALES, BadInput, CellRecord, Experiment, inputs_of
+from fastweights.experiments.engine.register import EXPERIMENTS, known_scales
 from fastweights.experiments.engine.shape import Shape, mismatch
 
 FORMAT = 1
@@ -92,13 +94,18 @@ class Store:
                 unreadable.append(f"{path} is not a results file (cell {number}: {_reason(error)}); {remedy}")
         for message in unreadable:
             self._warn_once(message)
-        if not isinstance(scale, str) or scale not in SCALES:
-            self._warn_once(f"{path} has the unknown scale {scale!r}; known are {', '.join(SCALES)}")
+        if not isinstance(scale, str) or scale not in known_scales():
+            self._warn_once(f"{path} has the unknown scale {scale!r}; known are {', '.join(known_scales())}")
             scale = next((record.config["scale"] for record in records), "")
         return Assembled(scale, records, content.get("given", {}), unreadable)
 
     def known(self, name: str) -> dict[str, CellRecord]:
-        """Return every readable cell stored under `name`, of any scale, by slug."""
+        """Return every readable cell stored under `name` or what it was `formerly`, of any scale, by slug."""
+        former = EXPERIMENTS[name].formerly if name in EXPERIMENTS else ()
+        moved = (_moved(record, stand_in) for stand_in in former for record in self._cells(stand_in).values())
+        return {record.slug: record for record in moved} | self._cells(name)
+
+    def _cells(self, name: str) -> dict[str, CellRecord]:
         assembled = self.assembled(name)
         records = {record.slug: record for record in (assembled.records if assembled else [])}
         for path in sorted((self.folder(name) / "cells").glob("[!.]*.json")):
@@ -136,6 +143,14 @@ class Store:
         order = lambda r: (models.index(r.config["model"]), r.config["size"], r.config["seed"])  # noqa: E731
         ranked = sorted(found, key=lambda given: (given != shown, -len(found[given])))
         return [sorted(found[given], key=order) for given in ranked]
+
+    def others(self, experiment: Experiment, scale: str) -> list[list[CellRecord]]:
+        """Return what else there is where `scale` is shown: other inputs, full scales and stand-ins."""
+        hidden = (scale, "small", "smoke")
+        scales = [name for name in _largest_first() if name in experiment.scales and name not in hidden]
+        return self.groups(experiment, scale)[1:] + [
+            group for name in scales for group in self.groups(experiment, name)
+        ]
 
     def corpora(self) -> dict[str, Any]:
         """Read the corpora that are known by their fingerprints; BadInput when the file is broken."""
@@ -237,7 +252,7 @@ class Store:
         if assembled is not None and assembled.scale:
             return assembled.scale
         present = {record.config["scale"] for record in self.known(name).values()}
-        return next((scale for scale in reversed(SCALES) if scale in present), None)
+        return next((scale for scale in _largest_first() if scale in present), None)
 
     def assemble(self, experiment: Experiment, scale: str, given: Mapping[str, Any] | None = None) -> None:
         """Write `results.json` from the experiment's cells of that scale and with what was given, if there are any."""
@@ -267,6 +282,12 @@ def assembly(experiment: Experiment, scale: str, records: Sequence[CellRecord]) 
     return "{\n" + "\n".join(lines) + '\n "cells": [\n  ' + cells + "\n ]\n}\n"
 
 
+def _largest_first() -> list[str]:
+    """Return the scales in the order in which results are worth showing: full ones, stand-ins, then reduced ones."""
+    stand_ins = [scale for scale in known_scales() if scale not in SCALES]
+    return [*reversed(FULL), *stand_ins, *(scale for scale in reversed(SCALES) if scale not in FULL)]
+
+
 def _entry(record: CellRecord) -> dict[str, Any]:
     fields = ("config", "metrics", "paper", "wall_s", "commit", "hardware", "versions")
     return {name: getattr(record, name) for name in fields}
@@ -276,8 +297,8 @@ def _record(entry: Any) -> CellRecord:
     problem = mismatch(entry, _ENTRY)
     if problem:
         raise ValueError(problem)
-    if entry["config"]["scale"] not in SCALES:
-        raise ValueError(f"unknown scale {entry['config']['scale']!r}; known are {', '.join(SCALES)}")
+    if entry["config"]["scale"] not in known_scales():
+        raise ValueError(f"unknown scale {entry['config']['scale']!r}; known are {', '.join(known_scales())}")
     record = CellRecord(paper=entry.get("paper"), **{name: entry[name] for name in _ENTRY})
     if Path(record.slug).name != record.slug:
         raise ValueError(f"'config.model' is {record.config['model']!r}, which cannot be part of a file name")
@@ -289,6 +310,11 @@ def _completed(record: CellRecord, paper: Any, corpora: Mapping[str, Any]) -> Ce
     corpus = corpora.get(record.config.get("corpus", {}).get("fingerprint"))
     told = {"sets": corpus["sets"]} if corpus and not record.metrics.get("sets") else {}
     return _record({**_entry(record), "paper": paper, "metrics": {**record.metrics, **told}})
+
+
+def _moved(record: CellRecord, stand_in: str) -> CellRecord:
+    """Return a cell of an experiment that has become a stand-in of others: its scale `paper` is the stand-in."""
+    return replace(record, config={**record.config, "scale": stand_in}) if record.config["scale"] == "paper" else record
 
 
 def _content(record: CellRecord) -> bytes:

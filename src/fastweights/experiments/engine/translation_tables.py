@@ -15,8 +15,8 @@ from typing import Any
 from fastweights.data.manifest import NUMBERS, layout, read_manifest, sets
 from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.prepare import prepare
-from fastweights.experiments.engine.corpora import load_corpus, name_with_warning
-from fastweights.experiments.engine.experiment import BadInput, CellInputs, Scale, UserInput, storable
+from fastweights.experiments.engine.corpora import inputs_from, load_corpus, name_with_warning
+from fastweights.experiments.engine.experiment import BadInput, Scale, storable
 from fastweights.experiments.engine.runner import (
     Trainable,
     check_settings,
@@ -90,17 +90,6 @@ class TranslationScale:
     sentences: int | None = None
 
 
-def make_inputs(scale: str, given: UserInput) -> CellInputs:
-    """Make the inputs of a scale: number words at smoke and small, and the user's sentence pairs at the others."""
-    if scale in ("smoke", "small"):
-        if given.data:
-            raise BadInput(f"--data is for scales paper and code; scale {scale} learns to translate number words")
-        folder = _numbers()
-    else:
-        folder = _folder_of(scale, given.data)
-    return CellInputs({"corpus": identify(folder), "set": dict(given.settings)}, folder)
-
-
 def _numbers() -> Path:
     prepare("numbers", None, NUMBERS)
     return NUMBERS
@@ -127,6 +116,9 @@ def identify(folder: Path) -> dict[str, Any]:
         "pieces": corpus.tokenizer.size,
         "fingerprint": corpus.fingerprint,
     }
+
+
+make_inputs = inputs_from(lambda: _numbers(), "to translate number words", _folder_of, identify)
 
 
 def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Experiment, Plot, Results, Scale, run_each
+from fastweights.experiments.engine.experiment import NOT_RUN, About, Claim, Plot, Results, Scale
+from fastweights.experiments.engine.measured import measured
 from fastweights.experiments.engine.shape import Shape
 from fastweights.feature_maps import feature_map
 
-MODEL = "dpfp-1"
 # Points along one side of the square. Even numbers, so that none lies on an axis, where every product is zero.
 SCALES = {
     "smoke": Scale(sizes=(8,), cost="1 s", note="A coarse grid."),
@@ -29,9 +29,12 @@ STORED: Shape = {
     | dict.fromkeys(("largest_overlap", "distance_to_equations"), float)
     | {"shares": [float], "axis": [float], "surfaces": [[[float]]]}
 }
-STATEMENT = (
+ABOUT = About(
+    "fig1",
+    "DPFP from two to four dimensions",
+    "Figure 1, Sec. 5.4",
     "Each vector in the plane has a single non-zero component in the four-dimensional space, which splits the plane "
-    "equally into four areas that are orthogonal after the projection."
+    "equally into four areas that are orthogonal after the projection.",
 )
 
 
@@ -89,18 +92,6 @@ def claims(results: Results) -> list[Claim]:
     return [Claim(text, found[key][0], paper, found[key][1]) for key, (text, paper) in texts.items()]
 
 
-EXPERIMENT = Experiment(
-    name="fig1",
-    title="DPFP from two to four dimensions",
-    where="Figure 1, Sec. 5.4",
-    statement=STATEMENT,
-    models={MODEL: "DPFP-1"},
-    scales=SCALES,
-    configure=configure,
-    run=run_each(measure),
-    claims=claims,
-    plot=Plot(kind="surfaces", x_label="$k_1$", y_label="$k_2$"),
-    stored=STORED,
-    fixed_sizes=True,
-    selectable=False,
-)
+LABELS = {"dpfp-1": "DPFP-1"}
+PLOT = Plot(kind="surfaces", x_label="$k_1$", y_label="$k_2$")
+EXPERIMENT = measured(ABOUT, LABELS, SCALES, measure, claims, configure=configure, plot=PLOT, stored=STORED)

@@ -6,25 +6,29 @@ Its cells are the largest ones of Figure 2 (`fig2_capacity`), which also names t
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 from fastweights.experiments.engine import retrieval
-from fastweights.experiments.engine.experiment import Claim, Plot, Results
-from fastweights.experiments.engine.retrieval import FAILURE, beats, d_dot, not_run, show
-from fastweights.experiments.engine.retrieval_figure import figure
+from fastweights.experiments.engine.experiment import About, Claim, Plot, Results
+from fastweights.experiments.engine.retrieval import FAILURE, beats, d_dot, figure, narrowed, not_run, show
 from fastweights.experiments.paper import fig2_capacity
 
-COSTS = {"smoke": "3 s", "small": "1 min on 2 cores", "code": "1 min on an H200", "paper": "1 min on an H200"}
-NOTES = {"small": "S = 120 in place of 600 and d_key 16 in place of 64; at most 3000 steps."}
-SCALES = {
-    name: replace(scale, sizes=(max(scale.sizes),), cost=COSTS[name], note=NOTES.get(name, scale.note))
-    for name, scale in fig2_capacity.SCALES.items()
-}
+BY_LIMIT = "The final losses fall as the capacity grows"
+ALL_FAIL = f"Every φ with d_dot < S fails (loss above {FAILURE})"
+SCALES = narrowed(
+    fig2_capacity.SCALES,
+    max,
+    ("3 s", "1 min on 2 cores", "1 min on an H200", "1 min on an H200"),
+    note="S = 120 in place of 600 and d_key 16 in place of 64; at most 3000 steps.",
+    decides=(BY_LIMIT, ALL_FAIL),
+)
 BY_CAPACITY = ("linear", "dpfp-1", "dpfp-2", "dpfp-3")
-STATEMENT = (
+ABOUT = About(
+    "fig4",
+    "Learning curves beyond capacity",
+    "Figure 4, App. D.1 (setting 1, S = 600)",
     "Learning curves with 600 unique keys and values, more than linear attention and DPFP can hold. What the paper "
-    "says of capacity then puts their final losses in the order of d_dot, with softmax below them all."
+    "says of capacity then puts their final losses in the order of d_dot, with softmax below them all.",
 )
 
 
@@ -38,7 +42,7 @@ def claims(results: Results) -> list[Claim]:
 
 
 def ordered_by_capacity(results: Results) -> Claim:
-    text = "The final losses fall as the capacity grows"
+    text = BY_LIMIT
     paper = " > ".join(retrieval.SETTING_1[model].split(" (")[0] for model in BY_CAPACITY)
     losses = {model: results.mean(model, results.sizes(model)[0]) for model in BY_CAPACITY if results.of(model)}
     ours = ", ".join(f"{retrieval.SETTING_1[model].split(' (')[0]} {show(loss)}" for model, loss in losses.items())
@@ -51,7 +55,7 @@ def ordered_by_capacity(results: Results) -> Claim:
 
 
 def beyond_capacity_all_fail(results: Results) -> Claim:
-    text, paper = f"Every φ with d_dot < S fails (loss above {FAILURE})", "all linear memories fail when S > d_dot"
+    text, paper = ALL_FAIL, "all linear memories fail when S > d_dot"
     runs = [record for record in results.records if (d_dot(record.config) or math.inf) < record.config["size"]]
     if not runs:
         return not_run(text, paper)
@@ -61,16 +65,5 @@ def beyond_capacity_all_fail(results: Results) -> Claim:
     return Claim(text, ours, paper, not solved)
 
 
-EXPERIMENT = figure(
-    1,
-    name="fig4",
-    title="Learning curves beyond capacity",
-    where="Figure 4, App. D.1 (setting 1, S = 600)",
-    statement=STATEMENT,
-    models=retrieval.SETTING_1,
-    scales=SCALES,
-    claims=claims,
-    plot=Plot(kind="curves", x_label="training steps", y_label="evaluation loss"),
-    fixed_sizes=True,
-    paper=fig2_capacity.paper,
-)
+PLOT = Plot(kind="curves", x_label="training steps", y_label="evaluation loss")
+EXPERIMENT = figure(1, ABOUT, retrieval.SETTING_1, SCALES, claims, PLOT, fixed_sizes=True, paper=fig2_capacity.paper)

@@ -29,6 +29,7 @@ from fastweights.experiments.engine import language_tables
 from fastweights.experiments.engine.corpora import WIKITEXT103
 from fastweights.experiments.engine.experiment import (
     NOT_RUN,
+    About,
     Cell,
     CellInputs,
     CellOutcome,
@@ -37,12 +38,11 @@ from fastweights.experiments.engine.experiment import (
     Experiment,
     Plot,
     Results,
-    Scale,
     Setup,
     Table,
     UserInput,
 )
-from fastweights.experiments.engine.language_tables import SMALL, SMOKE, LanguageScale
+from fastweights.experiments.engine.language_tables import SMALL, SMOKE, LanguageScale, at_scale
 from fastweights.experiments.engine.runner import local_settings, reset_peak_and_compiler, training_of
 from fastweights.models.language_model import LanguageModelConfig
 from fastweights.training.engine.distributed import launch
@@ -78,25 +78,25 @@ MARGINAL = 0.85
 PAPER_SIZES = LanguageScale(presets={128: "small"})
 
 
-def _scale(options: LanguageScale, cost: str, note: str, *, decides: bool, **measured: int) -> Scale:
-    (size,) = options.presets
-    every = {"language": options, **measured}
-    return Scale(sizes=(size,), seeds=language_tables.SEEDS, options=every, cost=cost, note=note, decides=decides)
-
-
 _SMOKE_NOTE = "A few updates: a check that everything runs, not a result."
 _SMALL_NOTE = "The reduced model of the tables at this scale, on whatever this machine is: it decides nothing."
 _FULL = {"stretches": 5, "updates": 20, "words": WIKITEXT103.words}
+_FEW, _SOME = {"stretches": 1, "updates": 2, "words": 500}, {"stretches": 3, "updates": 8, "words": 5_693}
 SCALES = {
-    "smoke": _scale(SMOKE, "3 s", _SMOKE_NOTE, decides=False, stretches=1, updates=2, words=500),
-    "small": _scale(SMALL, "1 min on 2 cores", _SMALL_NOTE, decides=False, stretches=3, updates=8, words=5_693),
-    "code": _scale(PAPER_SIZES, "10 min on a GPU", "As scale paper.", decides=True, **_FULL),
-    "paper": _scale(PAPER_SIZES, "10 min on a GPU", "As in training, but for updates only.", decides=True, **_FULL),
+    "smoke": at_scale(SMOKE, measured=_FEW, cost="3 s", note=_SMOKE_NOTE, decides=False),
+    "small": at_scale(SMALL, measured=_SOME, cost="1 min on 2 cores", note=_SMALL_NOTE, decides=False),
+    "code": at_scale(PAPER_SIZES, measured=_FULL, cost="10 min on a GPU", note="As scale paper."),
+    "paper": at_scale(
+        PAPER_SIZES, measured=_FULL, cost="10 min on a GPU", note="As in training, but for updates only."
+    ),
 }
-STATEMENT = (
+ABOUT = About(
+    "speed",
+    "Speed and memory of the language models",
+    "Sec. 6.3 (complexity, wall clock time, memory)",
     "Linear Transformer with and without our delta update rule: 63 K and 66 K words/sec, and 14 and 13 GB. The extra "
     "resource requirement is thus marginal. They are faster than the regular Transformers implemented in PyTorch which "
-    "process 33 K words/sec and require 17 GB memory."
+    "process 33 K words/sec and require 17 GB memory.",
 )
 
 
@@ -242,10 +242,7 @@ def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 EXPERIMENT = Experiment(
-    name="speed",
-    title="Speed and memory of the language models",
-    where="Sec. 6.3 (complexity, wall clock time, memory)",
-    statement=STATEMENT,
+    **ABOUT._asdict(),
     models=LABELS,
     scales=SCALES,
     configure=configure,
@@ -256,6 +253,7 @@ EXPERIMENT = Experiment(
     table=table,
     make_inputs=make_inputs,
     inputs=("set", "device"),
+    decided_by="the paper's sizes on a GPU: scale paper",
     fields=FIELDS,
     needs=("lightning",),
     stored={"metrics": dict.fromkeys(("words_per_s", "slowest", "fastest", "memory_bytes"), float)},

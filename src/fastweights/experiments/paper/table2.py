@@ -12,7 +12,7 @@ paper's "40 M parameters" are 44 M. Scale `code` also repeats that the first upd
 from __future__ import annotations
 
 from fastweights.experiments.engine import language_tables
-from fastweights.experiments.engine.experiment import Claim, Results
+from fastweights.experiments.engine.experiment import About, Claim, Results
 from fastweights.experiments.engine.perplexity import Pair, against, best_of, lower
 
 PAPER: dict[int, dict[str, Pair]] = {
@@ -33,10 +33,14 @@ PAPER: dict[int, dict[str, Pair]] = {
 }
 LABELS = language_tables.labels(*PAPER[128])
 SCALES = language_tables.scales(
-    tuple(PAPER),
-    ("2 s", "3 min on 2 cores", "12.3 G words each small model, 8.6 G each medium one"),
+    tuple(PAPER), ("2 s", "1 min on 2 cores", "12.3 G words each small model, 8.6 G each medium one")
 )
-STATEMENT = "In both configurations, our update rule provides convincing improvements over the sum update rule."
+ABOUT = About(
+    "table2",
+    "Update rules in language models",
+    "Table 2, Sec. 6.3 (limited context)",
+    "In both configurations, our update rule provides convincing improvements over the sum update rule.",
+)
 
 
 def claims(results: Results) -> list[Claim]:
@@ -52,13 +56,4 @@ def claims(results: Results) -> list[Claim]:
     ]
 
 
-EXPERIMENT = language_tables.experiment(
-    name="table2",
-    title="Update rules in language models",
-    where="Table 2, Sec. 6.3 (limited context)",
-    statement=STATEMENT,
-    models=LABELS,
-    scales=SCALES,
-    claims=claims,
-    numbers=PAPER,
-)
+EXPERIMENT = language_tables.experiment(ABOUT, LABELS, SCALES, claims, PAPER)

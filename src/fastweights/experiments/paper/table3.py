@@ -8,7 +8,7 @@ between validation and test where the others have 1.7 to 2.0: 28.1 may be a misp
 from __future__ import annotations
 
 from fastweights.experiments.engine import language_tables
-from fastweights.experiments.engine.experiment import Claim, Results
+from fastweights.experiments.engine.experiment import About, Claim, Results
 from fastweights.experiments.engine.perplexity import Pair, against, best_of, lower_in_all
 
 PAPER: dict[str, Pair] = {
@@ -18,13 +18,13 @@ PAPER: dict[str, Pair] = {
     "delta-nopos": (28.1, 31.1),
 }
 LABELS = {**language_tables.labels(*PAPER), "delta": "positions, no attention norm."}
-SCALES = language_tables.scales(
-    (256,),
-    ("2 s", "2 min on 2 cores", "8.6 G words each model"),
-)
-STATEMENT = (
+SCALES = language_tables.scales((256,), ("2 s", "1 min on 2 cores", "8.6 G words each model"))
+ABOUT = About(
+    "table3",
+    "Positions and attention normalisation",
+    "Table 3, Sec. 6.3 (delta rule, medium)",
     "Better perplexities are obtained when no additional attention normalisation is applied. The absolute positional "
-    "encoding is not needed."
+    "encoding is not needed.",
 )
 
 
@@ -44,13 +44,4 @@ def pairwise(results: Results, pairs: list[tuple[str, str]], text: str) -> Claim
     return lower_in_all(results, pairs, text, paper)
 
 
-EXPERIMENT = language_tables.experiment(
-    name="table3",
-    title="Positions and attention normalisation",
-    where="Table 3, Sec. 6.3 (delta rule, medium)",
-    statement=STATEMENT,
-    models=LABELS,
-    scales=SCALES,
-    claims=claims,
-    numbers={256: PAPER},
-)
+EXPERIMENT = language_tables.experiment(ABOUT, LABELS, SCALES, claims, {256: PAPER})

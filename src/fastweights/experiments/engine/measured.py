@@ -1,0 +1,38 @@
+"""Experiments that need no training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fastweights.experiments.engine.experiment import (
+    About,
+    Cell,
+    CellOutcome,
+    CellOutcomes,
+    Claim,
+    Experiment,
+    Results,
+    Scale,
+    Setup,
+)
+
+
+def measured(
+    about: About,
+    models: Mapping[str, str],
+    scales: Mapping[str, Scale],
+    measure: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    claims: Callable[[Results], list[Claim]],
+    **rest: Any,
+) -> Experiment:
+    """Return an experiment whose cells are measured one after the other, without training or anything to select."""
+
+    def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
+        for cell in cells:
+            start = time.perf_counter()
+            yield cell, CellOutcome(measure(cell.config), time.perf_counter() - start)
+
+    how: dict[str, Any] = {"run": run, "fixed_sizes": True, "selectable": False}
+    return Experiment(**about._asdict(), models=models, scales=scales, claims=claims, **how, **rest)
