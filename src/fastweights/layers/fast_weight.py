@@ -208,7 +208,7 @@ class FastWeightAttention(nn.Module):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         starts: Tensor | None = None,
-    ) -> tuple[dict[str, Any], Tensor, Tensor | None]:
+    ) -> tuple[dict[str, Any], Tensor | None, Tensor | None]:
         """Return what the memory takes, what opens the output's gate, and what the convolution carries on.
 
         The memory takes raw heads of x and logits of gates, and is told what to do with them.
@@ -223,10 +223,9 @@ class FastWeightAttention(nn.Module):
             mixed, recent = self.conv(mixed, before, mask, cu_seqlens, starts)
             projected = torch.cat([mixed, rest], -1)
         # All heads of q, then all of k, and so on: every head starts where 16 bytes can be loaded at once.
-        parts = projected.split([self.n_heads * size for size in self.sizes], -1)
-        q, k, v, opening, *gates = (
-            part.unflatten(-1, (self.n_heads, size)) for part, size in zip(parts, self.sizes, strict=True)
-        )
+        parts = iter(projected.split([self.n_heads * size for size in self.sizes if size], -1))
+        split: list[Any] = [next(parts).unflatten(-1, (self.n_heads, size)) if size else None for size in self.sizes]
+        q, k, v, opening, *gates = split
         q = q if self.project_queries else x.unflatten(-1, (self.n_heads, -1))
         v = v if self.conv is None else F.silu(v)
         named, logits = self._gates(gates)
@@ -242,12 +241,12 @@ class FastWeightAttention(nn.Module):
         }
         return heads, opening, recent
 
-    def _join(self, y: Tensor, opening: Tensor) -> Tensor:
+    def _join(self, y: Tensor, opening: Tensor | None) -> Tensor:
         """Normalise, gate and project what all heads have read, (B, T, H, M), back to (B, T, d_model)."""
         if self.norm is not None:
             weight, eps = _wide(self.norm.weight), self.norm.eps
             y = F.rms_norm(_wide(y) * self.output_scale, (self.d_value,), weight, eps).to(y.dtype)
-            y = y if self.open is None else y * self.open(opening)
+            y = y if self.open is None or opening is None else y * self.open(opening)
             projected: Tensor = self.out(y.flatten(-2))
         else:
             projected = self.out(y.flatten(-2) * self.output_scale)
