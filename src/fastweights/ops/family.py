@@ -246,7 +246,7 @@ def takes_logits(rule: Rule) -> bool:
     return all(c is None or isinstance(c, _Logit) for c in found)
 
 
-class Part(NamedTuple):
+class RecurrenceForm(NamedTuple):
     """A recurrence: the dtype of keys, how many values, whether a, e and w are there, and whether w is e."""
 
     dtype: torch.dtype
@@ -265,18 +265,18 @@ def coefficients_there(spec: Spec) -> tuple[bool, bool, bool, bool]:
     return a is not None or spec.starts is not None, e is not None, w is not None and not tied, tied
 
 
-def parts(spec: Spec, most: int | None = None) -> list[Part]:
+def parts(spec: Spec, most: int | None = None) -> list[RecurrenceForm]:
     """List the recurrences that `run` makes, in its order."""
     dtype, M, wide = spec.dtype, spec.M, spec.state_dtype
     decay, erase, write, tied = coefficients_there(spec)
     if not spec.normalized:
-        return [Part(dtype, M, decay, erase, write, tied)]
+        return [RecurrenceForm(dtype, M, decay, erase, write, tied)]
     if not erase:
         sizes = (M, 1) if most == M else (M + 1,)
-        return [Part(dtype, size, decay, False, write, False) for size in sizes]
+        return [RecurrenceForm(dtype, size, decay, False, write, False) for size in sizes]
     fades = coefficients_there(spec._replace(starts=None))[0]
-    divisors = [Part(wide, 1, decay, False, decay, False), Part(wide, 1, decay, False, False, False)]
-    return [*divisors, Part(wide if fades else dtype, M, decay, True, write or tied, False)]
+    divisors = [RecurrenceForm(wide, 1, decay, False, write_decay, False) for write_decay in (decay, False)]
+    return [*divisors, RecurrenceForm(wide if fades else dtype, M, decay, True, write or tied, False)]
 
 
 def _late(k: Tensor, cu_seqlens: Tensor | None, starts: Tensor | None) -> Tensor:

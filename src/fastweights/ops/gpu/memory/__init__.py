@@ -49,7 +49,7 @@ def _prepare(spec: Spec) -> Executable | Refusal:
     return family.executable(spec, *walks, most=LARGEST_M)
 
 
-def _walk(spec: Spec, part: family.Part) -> family.Recurrence | Refusal:
+def _walk(spec: Spec, part: family.RecurrenceForm) -> family.Recurrence | Refusal:
     """Return the best walk for a part of a call that is right on this machine."""
     by_token = may_go_by_token(part.decay, spec.H, spec.D, part.M)
     reason = None
