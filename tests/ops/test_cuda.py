@@ -183,6 +183,30 @@ def test_the_first_check_in_inference_mode(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+def test_packed_calls_are_replayed_with_other_bounds():
+    call = random_call("gated_delta", None, 1, 171, 2, 16, 16)
+    call.state = random_call("gated_delta", None, 4, 1, 2, 16, 16, seed=3).state
+    call = on_gpu(call).to(torch.float32).requiring_grad()
+    bounds = torch.tensor([0, 5, 70, 71, 171], device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            y = call.run("triton", cu_seqlens=bounds)[0]
+            torch.autograd.grad(y.sum(), call.inputs())
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call.run("triton", cu_seqlens=bounds)[0]
+        grads = torch.autograd.grad(y.sum(), call.inputs())
+    for other in ([0, 5, 70, 71, 171], [0, 0, 100, 171, 171]):
+        bounds.copy_(torch.tensor(other))
+        graph.replay()
+        expected = call.run("triton", cu_seqlens=bounds)[0]
+        assert torch.equal(y, expected)
+        wanted = torch.autograd.grad(expected.sum(), call.inputs())
+        assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True))
+
+
 def test_cuda_graph():
     call = on_gpu(random_call("delta", None, 4, 64, 2, 16, 16, torch.float32)).requiring_grad()
     everything(call, "auto")

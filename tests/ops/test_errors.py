@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fastweights as fw
+from fastweights.ops.memory import _bounds_hold
 
 q = k = torch.rand(2, 5, 3, 4)
 v = torch.rand(2, 5, 3, 6)
@@ -77,6 +78,8 @@ def test_memory_errors(case):
 
 @pytest.mark.parametrize("wrong", [[0, 3, 4], [1, 5], [0, 4, 2, 5]])
 def test_bounds_must_rise_from_0_to_T(wrong):
+    assert not _bounds_hold(torch.tensor(wrong), 5)
+    assert _bounds_hold(bounds, 5) and _bounds_hold(torch.tensor([0, 0, 5, 5]), 5)
     with pytest.raises(ValueError, match=r"cu_seqlens must rise from 0 to T = 5, got \["):
         fw.fast_weight_memory(q[:1], k[:1], v[:1], beta=beta[:1], cu_seqlens=torch.tensor(wrong))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,8 @@ from fastweights.ops.state import FastWeightState
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 MOST_EXECUTABLES = 4096
+
+CHECK_BOUNDS = "FASTWEIGHTS_CHECK_BOUNDS"
 
 
 def fast_weight_memory(
@@ -53,7 +56,8 @@ def fast_weight_memory(
             of q and k.
         rule: a name from `list_rules()`, or `update_rule(name, **options)`.
         normalization: None, or "attention" (Eqs. 18-19, and 26-28 where the rule removes).
-        cu_seqlens: bounds (N + 1,) of N sequences packed along T with B = 1, as in FlashAttention; N states.
+        cu_seqlens: bounds (N + 1,) of N sequences packed along T with B = 1, as in FlashAttention; N states. GPU
+            kernels read them on the device, so that a call can be captured in a CUDA graph and replayed with others.
         state: what an earlier call returned; zeros if None. Gradients flow into it.
         backend: a name from `list_backends()`; "auto" takes FASTWEIGHTS_BACKEND or else the first that can.
         mask: (B, T), False for padding: such a token changes nothing, and its output is 0.
@@ -225,12 +229,24 @@ def _check_packing(q: Tensor, cu_seqlens: Tensor | None) -> None:
 
 
 def _check_bounds(cu_seqlens: Tensor, T: int) -> None:
-    """Refuse bounds that do not rise from 0 to T; tracing has no numbers to look at."""
+    """Refuse bounds that do not rise from 0 to T; tracing has no numbers to look at.
+
+    A GPU looks itself: nobody waits for it, and a CUDA graph can be replayed with other bounds. It reports wrong ones
+    as an assertion that failed, at whatever waits for it next; `FASTWEIGHTS_CHECK_BOUNDS=host` reads them at once.
+    """
     if torch.compiler.is_compiling():
+        return
+    if cu_seqlens.is_cuda and os.environ.get(CHECK_BOUNDS) != "host":
+        torch._assert_async(_bounds_hold(cu_seqlens, T), f"cu_seqlens must rise from 0 to T = {T}")
         return
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != T or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(f"cu_seqlens must rise from 0 to T = {T}, got {bounds if len(bounds) < 20 else bounds[:19]}")
+
+
+def _bounds_hold(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Return whether bounds rise from 0 to T, as a tensor."""
+    return (cu_seqlens[1:] >= cu_seqlens[:-1]).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T)
 
 
 def _check_state(inputs: Inputs) -> None:
