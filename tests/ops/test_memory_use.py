@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 from fastweights.ops.chunked import chunk_length
 from fastweights.ops.features import PLAIN
 from fastweights.ops.gpu.memory import autograd
+from fastweights.ops.gpu.memory.buffers import Buffer
 from fastweights.ops.gpu.memory.signatures import WalkSignature
 from fastweights.ops.gpu.memory.strides import addressable, common_strides, strides_of
 from fastweights.ops.gpu.memory.variants import LONG, SplitWalk, configuration
@@ -107,6 +108,14 @@ class Peak(TorchDispatchMode):
         self.held = {name: found for name, found in self.held.items() if not found[0].expired()}
         self.bytes = max(self.bytes, sum(size for _, size in self.held.values()))
         return made
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 3), (1, 5, 1, 2), (2, 64, 2, 16), (0, 4, 3)], ids=str)
+def test_buffers_lie_as_kernels_write_them(shape):
+    """They are made by an example that has one entry and no strides."""
+    made, want = Buffer(shape, torch.float16, torch.device("cpu"))(), torch.empty(shape, dtype=torch.float16)
+    assert (made.shape, made.stride(), made.dtype) == (want.shape, want.stride(), want.dtype)
+    assert made.untyped_storage().nbytes() == want.untyped_storage().nbytes()
 
 
 class NoKernel:

@@ -17,7 +17,8 @@ class Buffer(partial[Tensor]):
     """Makes empty tensors of one shape: torch does that fastest by an example, which need not have memory."""
 
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
-        return super().__new__(cls, torch.empty_like, torch.empty((), dtype=dtype, device=device).expand(shape))
+        entries: tuple[int, ...] = shape if 0 in shape else ()
+        return super().__new__(cls, torch.empty_like, torch.empty(entries, dtype=dtype, device=device).expand(shape))
 
     @property
     def dtype(self) -> torch.dtype:
