@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastweights.ops.causality import Tokens
-from fastweights.ops.chunked.decays import decay_of, diagonal_blocks
+from fastweights.ops.chunked.decays import decay_of, diagonal_blocks, total
 from fastweights.ops.operator import ChunkedOperator, number_of_chunks
 
 
@@ -230,7 +230,7 @@ def backward(
             dfaded.append(dread * e_)
         ends = None
         if x.a is not None:
-            dfade = torch.stack([row * d for row, d in zip(rows, dfaded, strict=True)]).sum(0)
+            dfade = total(row * d for row, d in zip(rows, dfaded, strict=True))
             dfade[..., -1, :] += (dW_after * W).sum(-1)
             ends = (dfade, dk_left * x.k)
         drows, dk, da = x.decay.gradients(x.k, rows, dproducts, ends)

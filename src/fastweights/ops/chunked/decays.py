@@ -7,6 +7,8 @@ With `log` the a are natural logarithms, and products are exponentials of sums.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -38,7 +40,7 @@ class NoDecay:
     def gradients(self, k: Tensor, rows: list[Tensor], dproducts: list[Tensor], ends: Ends) -> Gradients:
         """Return the gradients of each of `rows`, of k and of a, from those of what `products` returned and `ends`."""
         lower = [d.tril() for d in dproducts]
-        dk = torch.stack([d.mT @ x for x, d in zip(rows, lower, strict=True)]).sum(0)
+        dk = total(d.mT @ x for x, d in zip(rows, lower, strict=True))
         return [d @ k for d in lower], dk, None
 
 
@@ -69,7 +71,7 @@ class HeadDecay(NoDecay):
     def gradients(self, k: Tensor, rows: list[Tensor], dproducts: list[Tensor], ends: Ends) -> Gradients:
         assert ends is not None
         dfade, dleft = ends
-        dreach = torch.stack([d * (x @ k.mT) for x, d in zip(rows, dproducts, strict=True)]).sum(0)
+        dreach = total((x @ k.mT).mul_(d) for x, d in zip(rows, dproducts, strict=True))
         dreach[..., -1, :] += dleft.sum(-1)
         dspan = torch.cat([dfade.sum(-1, keepdim=True), dreach], -1)
         drows, dk, _ = super().gradients(k, rows, [d * self.reach for d in dproducts], None)
@@ -148,7 +150,7 @@ class KeyDecay(NoDecay):
         dproducts = [pad(d, (0, more, 0, more)) for d in dproducts]
         diagonals = [d.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) for d in dproducts]
         drows = [d * k for d in diagonals]
-        dk = torch.stack([d * x for d, x in zip(diagonals, rows, strict=True)]).sum(0)
+        dk = total(d * x for d, x in zip(diagonals, rows, strict=True))
         for b, s in reversed(self.levels):
             half = b[0].shape[-2]
             # From the gradients of a stretch's factors to those of its halves'.
@@ -181,6 +183,14 @@ def decay_of(a: Tensor | None, log: bool) -> NoDecay:
     if a is None:
         return NoDecay()
     return HeadDecay(a, log) if a.dim() == 3 else KeyDecay(a, log)
+
+
+def total(terms: Iterator[Tensor]) -> Tensor:
+    """Return the sum of tensors that nobody else needs."""
+    result = next(terms)
+    for term in terms:
+        result += term
+    return result
 
 
 def diagonal_blocks(x: Tensor, width: int) -> Tensor:
