@@ -107,7 +107,7 @@ def test_a_gated_deltanet_written_out():
 
 def test_kda_has_a_decay_for_every_key_channel():
     layer = make("kda")
-    assert layer.dt_bias.shape == (2, 6)
+    assert layer.dt_bias.shape == (2 * 6,)
     steps = F.softplus(layer.dt_bias)
     assert steps.min() >= 1e-3 and steps.max() <= 0.1
     assert (layer.A_log >= 0).all() and (layer.A_log.exp() <= 16).all()
@@ -136,6 +136,18 @@ def test_autocast_keeps_the_dtype():
         y, state = layer(torch.randn(2, 5, 12))
         y, state = layer.step(torch.randn(2, 12), state)
     assert y.dtype == torch.bfloat16 and state.W.dtype == torch.float32
+
+
+def test_a_segment_leaves_nothing_but_the_last_inputs_in_memory():
+    _, state = fw.FastWeightAttention.recipe("kda", 12, 2)(torch.randn(1, 1000, 12))
+    assert state.recent.untyped_storage().nbytes() == 4 * 3 * 36
+
+
+def test_compiles_without_graph_breaks():
+    layer, x = make("kda"), random_input()
+    marks = {"mask": torch.arange(17).expand(2, 17) < 15, "starts": torch.arange(17).expand(2, 17) == 6}
+    y, state = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, **marks)
+    assert relative_error(everything(layer, x, y, state), everything(layer, x, *layer(x, **marks))) < 1e-12
 
 
 @pytest.mark.parametrize(

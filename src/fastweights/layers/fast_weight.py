@@ -134,8 +134,9 @@ class FastWeightAttention(nn.Module):
         for gate in self.rule.gates:
             if self._by_rate(gate):
                 self.A_log = nn.Parameter(torch.empty(n_heads).uniform_(*_RATES).log())
-                shape = (n_heads, self.feature_map.dim) if decay_per == "key" else (n_heads,)
-                steps = torch.empty(shape).uniform_(*(math.log(step) for step in _STEPS)).exp()
+                # One vector, also for all key channels of all heads: such parameters do not decay in training.
+                steps = torch.empty(n_heads * (self.feature_map.dim if decay_per == "key" else 1))
+                steps = steps.uniform_(*(math.log(step) for step in _STEPS)).exp()
                 # softplus(dt_bias) = steps
                 self.dt_bias = nn.Parameter(steps + (-torch.expm1(-steps)).log())
             elif gate.bias is not None:
@@ -269,8 +270,10 @@ class FastWeightAttention(nn.Module):
         return named, logits
 
     def _log_decay(self, raw: Tensor) -> Tensor:
-        rates = _wide(self.A_log).exp()
-        return -(rates if self.decay_per == "head" else rates.unsqueeze(-1)) * F.softplus(_wide(raw) + self.dt_bias)
+        rates, bias = _wide(self.A_log).exp(), _wide(self.dt_bias)
+        if self.decay_per == "key":
+            rates, bias = rates.unsqueeze(-1), bias.unflatten(0, (self.n_heads, -1))
+        return -rates * F.softplus(_wide(raw) + bias)
 
     def extra_repr(self) -> str:
         """Shown by print(layer)."""

@@ -44,7 +44,7 @@ class ShortConvolution(nn.Module):
         if mask is None and cu_seqlens is None and starts is None:
             longer = torch.cat([recent, x], 1)
             y = F.conv1d(longer.transpose(1, 2), weight.flip(1).unsqueeze(1), groups=self.channels)
-            return y.transpose(1, 2), longer[:, -self.taps + 1 :]
+            return y.transpose(1, 2), longer[:, -self.taps + 1 :].clone()
         # Every tap reads a row of one table: what is carried in, all inputs, and a row of zeros.
         table = torch.cat([recent.flatten(0, 1), x.flatten(0, 1), x.new_zeros(1, self.channels)])
         taps, ends = self._sources(x, mask, cu_seqlens, starts)
