@@ -75,8 +75,9 @@ class FastWeightAttention(nn.Module):
         project_queries: False reads with the input itself, as Eq. 3 does.
         output_scale: factor on what is read; the authors' code has d_head ** -0.5, the paper none.
         bias: biases in both projections.
-        short_conv: so many steps of q, k and v are mixed by a causal convolution of each channel, and values then go
-            through SiLU; 0 for none.
+        backend: see `fast_weight_memory`.
+        short_conv: length of a causal convolution of each channel of q, k and v, after which values go through SiLU; 0
+            for none.
         beta_max: the gate beta is between 0 and this. With 2 the delta rule can turn the sign of what it finds.
         decay_per: "head" or "key" for decays exp(-exp(A) softplus(x + dt)) with trained A and dt, one a head or one a
             key channel; None for the sigmoid of a projection.
@@ -84,7 +85,6 @@ class FastWeightAttention(nn.Module):
             another projection of the input, and "rms_sigmoid" by the sigmoid of one; "none" does neither.
 
     `FastWeightAttention.recipe("gated-deltanet", d_model, n_heads)` sets these as in models in use; see `RECIPES`.
-        backend: see `fast_weight_memory`.
     """
 
     def __init__(
