@@ -82,8 +82,9 @@ def test_frequent_words_become_pieces():
 
 @pytest.mark.parametrize("cls", [CharacterTokenizer, PieceTokenizer])
 def test_too_small_a_vocabulary(cls):
-    with pytest.raises(DataError, match=r"--vocabulary-size must be at least 256, got 255"):
-        cls.train([TEXT], 255, 1)
+    for size in (255, 0):
+        with pytest.raises(DataError, match=f"--vocabulary-size must be at least 256, got {size}"):
+            cls.train([TEXT], size, 1)
 
 
 @pytest.mark.parametrize("cls", [CharacterTokenizer, PieceTokenizer])

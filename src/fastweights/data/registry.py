@@ -209,7 +209,7 @@ CORPORA: dict[str, CorpusKind] = {
     ),
     "text": CorpusKind(
         "any plain text in UTF-8, in words, byte pairs, characters or bytes",
-        "give a text file, or a folder of .txt files",
+        "give a text file, plain or packed (.gz, .xz, .bz2), or a folder of .txt files",
         _find_text,
         _build_text,
         options=_TOKENS | _FILES,

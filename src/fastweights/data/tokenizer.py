@@ -249,7 +249,7 @@ class PieceTokenizer(SpelledTokenizer):
     @classmethod
     def train(cls, texts: Iterable[str], size: int | None = None, min_count: int = 1) -> Self:
         """Merge up to `size` pieces, fewer where no pair of pieces is left that comes `min_count` times, or twice."""
-        size = size or PIECES
+        size = PIECES if size is None else size
         least = len(cls.specials) + len(BYTES)
         _check_size(size, least, f"bytes and specials are {least} pieces")
         library = byte_pair_library()

@@ -1,6 +1,9 @@
 """`--tokens`: a text in words, byte pairs, characters or bytes, and numbers that can be compared between them."""
 
+import bz2
+import gzip
 import json
+import lzma
 import sys
 
 import pytest
@@ -53,6 +56,19 @@ def test_a_text_in_every_kind_of_tokens(source, tmp_path, kind):
     assert not prepare("text", source, out, tokens=kind, **KINDS[kind]).fresh
     with pytest.raises(DataError, match=r"was prepared with .*choose another --out"):
         prepare("text", source, out, tokens="bytes" if kind == "words" else "words")
+
+
+@pytest.mark.parametrize("library", [gzip, lzma, bz2], ids=lambda library: library.__name__)
+def test_packed_files_are_read_as_they_are_packed(source, tmp_path, library):
+    packed = source.with_name(source.name + {gzip: ".gz", lzma: ".xz", bz2: ".bz2"}[library])
+    packed.write_bytes(library.compress(source.read_bytes()))
+    for name, path in (("plain", source), ("packed", packed)):
+        prepare("text", path, tmp_path / name, tokens="characters")
+    plain, unpacked = Corpus.load(tmp_path / "plain"), Corpus.load(tmp_path / "packed")
+    assert plain.fingerprint == unpacked.fingerprint and plain.manifest["splits"] == unpacked.manifest["splits"]
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(DataError, match=rf"{packed.name} is damaged or cut short"):
+        prepare("text", packed, tmp_path / "cut", tokens="characters")
 
 
 def test_the_vocabulary_is_that_of_the_training_text(source, tmp_path):
