@@ -15,6 +15,7 @@ from fastweights.data.prepare import prepare
 from fastweights.data.registry import CORPORA
 from fastweights.data.text.corpus import Corpus
 from tests.data.corpora import write_wikitext, zipped
+from tests.data.killed import killed
 
 app = typer.Typer()
 app.command()(data)
@@ -148,15 +149,6 @@ def test_fetching_off_line(tmp_path, monkeypatch):
     refused(tmp_path, r"could not be fetched .*\(ConnectionError: no route\); give a folder", "wikitext103", None)
 
 
-KILLED = """
-import os, sys
-from fastweights.data.prepare import prepare
-calls = iter(range(int(sys.argv[3])))
-prepare("wikitext2", sys.argv[1], sys.argv[2], allow_other=True, force=True,
-        report=lambda stage, fraction: next(calls, None) is None and os._exit(9))
-"""
-
-
 @pytest.mark.parametrize("before", ["nothing", "another"])
 def test_killed_at_every_stage(files, tmp_path, before):
     out, whole = tmp_path / "out", tmp_path / "whole"
@@ -167,13 +159,14 @@ def test_killed_at_every_stage(files, tmp_path, before):
         prepare("wikitext2", tmp_path / "old", out, allow_other=True)
         old = Corpus.load(out, verify=True).fingerprint
     seen, code = [], 9
-    while code:
-        code = subprocess.run([sys.executable, "-c", KILLED, files, out, str(len(seen))], check=False).returncode
-        assert code in (0, 9)
-        try:
-            seen.append(Corpus.load(out, verify=True).fingerprint)
-        except DataError:
-            seen.append(None)
+    with killed("wikitext2", files, out, allow_other=True) as attempt:
+        while code:
+            code = attempt(len(seen))
+            assert code in (0, 9)
+            try:
+                seen.append(Corpus.load(out, verify=True).fingerprint)
+            except DataError:
+                seen.append(None)
     # The old corpus until the files are moved, then none, then the new one; never a mixture.
     moved = seen.index(None) if old else 0
     assert seen == [old] * moved + [None] * (len(seen) - moved - 1) + [new] and len(seen) > 8

@@ -4,7 +4,6 @@ import bz2
 import gzip
 import json
 import lzma
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from fastweights.data.prepare import prepare
 from fastweights.data.registry import CORPORA
 from fastweights.data.text.corpus import Corpus
 from tests.data.corpora import REAL, write_wikitext
+from tests.data.killed import killed
 from tests.data.pair_files import sentences, write_parallel, write_set
 
 app = typer.Typer()
@@ -227,28 +227,17 @@ def test_damage_is_found(files, tmp_path):
         ParallelCorpus.load(out)
 
 
-KILLED = """
-import os, sys
-from fastweights.data.prepare import prepare
-stages = []
-def report(stage, fraction):
-    stages.append(stage)
-    if len(stages) > int(sys.argv[3]):
-        os._exit(9)
-prepare("parallel", sys.argv[1], sys.argv[2], vocab=300, force=True, report=report)
-"""
-
-
 def test_killed_at_every_stage(files, tmp_path):
     """Nothing, and in the end the corpus; never a part of it."""
     out, seen, code = tmp_path / "out", [], 9
-    while code:
-        code = subprocess.run([sys.executable, "-c", KILLED, files[1], out, str(len(seen) * 4)], check=False).returncode
-        assert code in (0, 9)
-        try:
-            seen.append(len(ParallelCorpus.load(out, verify=True).split("train")))
-        except DataError:
-            seen.append(None)
+    with killed("parallel", files[1], out, vocab=300) as attempt:
+        while code:
+            code = attempt(len(seen) * 4)
+            assert code in (0, 9)
+            try:
+                seen.append(len(ParallelCorpus.load(out, verify=True).split("train")))
+            except DataError:
+                seen.append(None)
     assert len(seen) > 4 and seen == [None] * (len(seen) - 1) + [60]
 
 
