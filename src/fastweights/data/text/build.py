@@ -62,7 +62,7 @@ def build_bytes(source: Source, folder: Path, request: CorpusRequest) -> Built:
     size, built = len(content), Built(ByteTokenizer(), {}, content=hashlib.sha256(content).hexdigest())
     ends = (0, size * 90 // 100, size * 95 // 100, size)
     for split, start, stop in zip(SPLITS, ends, ends[1:], strict=False):
-        part = np.frombuffer(content[start:stop], np.uint8)
+        part = np.frombuffer(content, np.uint8)[start:stop]
         part.astype(built.tokenizer.dtype).tofile(folder / f"{split}.bin")
         built.splits[split] = _entry(split, len(part), text_bytes=len(part))
     return built
