@@ -301,6 +301,25 @@ def test_a_newcomer_needs_no_data(tmp_path, monkeypatch):
     assert run("generate", "runs/tiny-delta", "--prompt", "The", "--tokens", "2").stdout.startswith("The ")
 
 
+def test_the_default_model_streams(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = as_options({"d_model": 8, "n_layers": 1, "n_heads": 1, "d_ff": 8, "tensorboard": False})
+    done = run("train", "lm", "--steps", "2", "--batch", "2", *sizes)
+    assert done.exit_code == 0 and "runs/quick-delta at step 2 (finished)" in done.stdout
+    assert "pieces of embedded in 2 segments of 64, context carried" in done.stderr
+    text = run("generate", "runs/quick-delta", "--prompt", "The  list", "--tokens", "3")
+    assert text.stdout.startswith("The  list") and "tokens are kept as a state of" in text.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "preset", "field"), [("lm", "small-fast", "segment"), ("mt", "base", "max_tokens")]
+)
+def test_presets_and_fields_are_listed(command, preset, field):
+    done = run("train", command, "--list")
+    assert done.exit_code == 0 and "Presets:\n  quick " in done.stdout
+    assert f"\n  {preset} " in done.stdout and f"\n  {field} " in done.stdout and "clip" in done.stdout
+
+
 def test_help_does_not_wait_for_torch():
     code = """
 import sys

@@ -215,6 +215,8 @@ def test_a_newcomer_needs_no_data(tmp_path, monkeypatch):
     assert (tmp_path / "data" / "numbers" / "manifest.json").exists()
     assert "runs/mt-tiny-linear at step 2 (finished)" in done.stdout
     assert len(run("translate", "runs/mt-tiny-linear", input="twenty-three\n").stdout.splitlines()) == 1
+    default = run("train", "mt", "--steps", "1", *sizes)
+    assert default.exit_code == 0 and "runs/mt-quick-linear at step 1 (finished)" in default.stdout
 
 
 @contextmanager

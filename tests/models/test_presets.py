@@ -190,7 +190,8 @@ def test_quick_streams_without_positions():
     assert plan(2_048, preset="quick", rule="delta").model.rule == "delta"
     for mixer in MIXER_CHOICES:
         other = plan(2_048, preset="quick", mixer=mixer)
-        assert other.task["context"] == ("carried" if mixer in ("delta", "xl") else "limited")
+        limited = mixer in ("linear", "performer", "dpfp", "transformer")
+        assert other.task["context"] == ("limited" if limited else "carried")
         assert other.model.norm == "pre" and other.model.positions == ("sinusoid" if mixer == "transformer" else "none")
 
 

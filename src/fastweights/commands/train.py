@@ -190,8 +190,9 @@ def lm(
 def mt(
     preset: Annotated[str, preset_option(MT_PRESETS)] = "quick",
     attention: Annotated[
-        str, typer.Option(help=f"Attention wherever no other is chosen: {', '.join(ATTENTIONS)}.")
-    ] = "softmax",
+        str | None,
+        own(f"Attention wherever no other is chosen: {', '.join(ATTENTIONS)}.", "linear for quick, softmax for others"),
+    ] = None,
     data: Annotated[Path | None, own("Prepared pairs.", f"{NUMBERS}, prepared on first use")] = None,
     encoder: Annotated[str | None, own("Attention within the source.", "--attention")] = None,
     decoder: Annotated[str | None, own("Attention of the target to its past.", "--attention")] = None,
@@ -207,11 +208,12 @@ def mt(
 ) -> None:
     """Train a translation model, validate it by BLEU, and keep its best and last checkpoints in a folder.
 
-    Ctrl-C saves and stops; the same command resumes the run. Without --data it learns to translate English number
-    words to German ones, which needs no download.
+    Without options it learns to translate English number words to German ones, in minutes on two CPU cores; nothing is
+    downloaded. Ctrl-C saves and stops; the same command resumes the run.
     """
     with interruptible(STOPPED):
         with input_errors():
+            attention = attention or ("linear" if preset == "quick" else "softmax")
             places = {"encoder": encoder, "decoder": decoder, "cross": cross}
             chosen = training.chosen(MT_FIELDS, **places, features=features, nu=nu, rule=rule, max_tokens=tokens)
             scoring = ["sacrebleu"] if chosen.get("bleu_sentences", 1) else []

@@ -107,9 +107,9 @@ def usual_normalization(rule: str) -> str:
 def training_recipe(preset: str, mixer: str = "delta") -> dict[str, Any]:
     """Return how the model of that preset and mixer is trained; Transformer-XL carries its memory and stops earlier."""
     recipe = dict(look_up(RECIPES, preset, "preset"))
-    look_up(MIXER_CHOICES, mixer, "mixer")
-    # Memories that only add fill up when they are carried (Table 4), and a Transformer's grows.
-    if mixer == "xl" or (preset, mixer) == ("quick", "delta"):
+    rule = look_up(MIXER_CHOICES, mixer, "mixer").rule
+    # Memories that only add fill up when they are carried (Table 4).
+    if mixer == "xl" or (preset == "quick" and rule is not None and not update_rule(rule).only_adds):
         recipe["context"] = "carried"
         if preset == "medium":
             recipe |= {"steps": 200_000, "warmup": 1000}
