@@ -130,7 +130,7 @@ def pick_device(name: str) -> str:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(f"device {name!r} does not exist: this machine has {torch.cuda.device_count()} CUDA devices")
     return name
 
 

@@ -135,16 +135,20 @@ def lm(
     features: Annotated[int | None, own("performer: its number m of random features.", "d_head / 2")] = None,
     normalization: Annotated[str | None, own(f"One of {', '.join(NAMES['normalization'])}.", "the rule's")] = None,
     positions: Annotated[
-        str | None, own(f"One of {', '.join(NAMES['positions'])}.", "sinusoid with limited context")
+        str | None,
+        own(f"One of {', '.join(NAMES['positions'])}.", "none for quick, else sinusoid with limited context"),
     ] = None,
     context: Annotated[
         str | None,
-        own("limited: each segment stands alone; carried: it continues from the one before.", "limited, xl carried"),
+        own(
+            "limited: each segment stands alone; carried: it continues from the one before.",
+            "carried for quick and xl, else limited",
+        ),
     ] = None,
     documents: Annotated[str | None, own(f"Where a carried state is emptied: {', '.join(DOCUMENTS)}.", "none")] = None,
     out: Annotated[Path | None, own("Folder of the run.", "runs/PRESET-MIXER")] = None,
     batch: Annotated[int | None, own("Segments in a batch, over all devices.")] = None,
-    length: Annotated[int | None, own("Words in a segment.")] = None,
+    length: Annotated[int | None, own("Tokens in a segment.")] = None,
     graph: Annotated[
         bool, typer.Option("--graph", help="Capture updates as CUDA graphs; one process, one GPU.")
     ] = False,
@@ -176,12 +180,12 @@ def lm(
         announce(task, f"{words} in {task.batch_size} segments of {task.segment}, context {task.context}", out)
         result = run_training(task, config, out, corpus, corpus.tokenizer, training)
     rows = f" (segments of {task.segment} in {task.eval_batch} rows)"
-    run, protocol = shlex.quote(str(out)), " --protocol carried" if task.carried else ""
+    run = shlex.quote(str(out))
     conclude(
         result,
         out,
         f"perplexity {result.best['ppl']:.2f}{rows}" if result.best else "",
-        f"fastweights eval lm {run} --split test{protocol}",
+        f"fastweights eval lm {run} --split test",
         f'fastweights generate {run} --prompt "The" --temperature 0.7',
     )
 
@@ -266,7 +270,7 @@ def parse_devices(text: str | None) -> int | str | None:
 
 
 def prepare_once(kind: str, what: str, folder: Path, **options: Any) -> Path:
-    """Prepare a corpus that needs no download where it is not there yet, and return its folder."""
+    """Prepare a corpus that needs no download, unless it is prepared already, and return its folder."""
     if not (folder / "manifest.json").exists() and first_process():
         say(f"Preparing {what} as a corpus in {folder}")
     prepare(kind, None, folder, **options)

@@ -37,7 +37,7 @@ class CapturedStep:
         return len(self._token)
 
     def fits(self, token: Tensor, state: Any) -> bool:
-        """Say whether they have the shapes of the capture, except for rows that are not there."""
+        """Say whether they have the shapes of the capture, with at most as many rows."""
         inputs = tensors_of((token, state))
         return len(inputs) == len(self._inputs) and all(
             x.shape[1:] == place.shape[1:]

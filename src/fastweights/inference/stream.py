@@ -153,7 +153,7 @@ class Stream:
 
     @classmethod
     def load(cls, model: LanguageModel, path: Path | str, *, graph: bool = False) -> Self:
-        """Go on from what `save` wrote for a model of the same configuration; its weights are the caller's affair."""
+        """Continue from what `save` wrote for a model of the same configuration; its weights are not compared."""
         from safetensors import SafetensorError, safe_open
 
         try:

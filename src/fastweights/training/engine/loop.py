@@ -79,7 +79,7 @@ def train(
     Raises:
         RunError: `out` holds a run of another configuration, is in use, or cannot be written to.
         CheckpointError: no checkpoint of the run in `out` is whole, or the last one could not be written.
-        Diverged: a loss or gradient was not finite. The weights in `out` are those of before.
+        Diverged: a loss or gradient was not finite. The weights in `out` are those before that update.
         Interrupted: Ctrl-C or SIGTERM, with everything saved; an exit with code 130 or 143.
     """
     out = Path(out)
@@ -276,7 +276,7 @@ class _Trainer:
 
         target, failure = on_first_process(self.fabric, attempt)
         if failure:
-            before = f"the last good one is {self.saved}" if self.saved else "there is none before it"
+            before = f"the last good one is {self.saved}" if self.saved else "there is no earlier one"
             if final:
                 raise CheckpointError(f"{failure}; {before}; make room and train again to resume from it")
             if self.fabric.is_global_zero:

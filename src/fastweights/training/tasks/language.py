@@ -31,7 +31,7 @@ _USUAL = {"context": "limited", "order": "stream", "documents": "none", "eval_ba
 
 
 def check_reading(context: str, order: str) -> None:
-    """Refuse ways of reading a text that there are not."""
+    """Refuse a context or an order that does not exist, or that do not go together."""
     look_up(dict.fromkeys(CONTEXTS), context, "context")
     look_up(dict.fromkeys(ORDERS), order, "order")
     if (context, order) == ("carried", "shuffled"):
