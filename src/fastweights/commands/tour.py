@@ -25,7 +25,8 @@ def overwrite(rule: str, beta: float, decay: float = 1.0, d: int = 16) -> tuple[
     old, new = (fw.l2_normalize(x) for x in (old, new[:1]))
     W = (keys.mT @ old).expand(1, 1, d, d)
     strengths = {"beta": beta, "decay": decay}
-    gates: dict[str, Any] = {name: torch.full((1, 1, 1), strengths[name]).double() for name in RULES[rule].gate_names}
+    values = {gate.name: strengths.get(gate.name, gate.idle) for gate in RULES[rule].gates}
+    gates: dict[str, Any] = {name: torch.full((1, 1, 1), value).double() for name, value in values.items()}
     k, v = keys[:1].view(1, 1, 1, d), new.view(1, 1, 1, d)
     _, state = fw.fast_weight_memory(k, k, v, rule=rule, state=fw.FastWeightState(W), **gates)
     read: Tensor = keys @ state.W[0, 0]
