@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import fastweights as fw
+from fastweights.layers.fast_weight import NORMALIZATIONS
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -35,3 +38,10 @@ def test_files_that_are_named_exist(path):
         if name.split("/")[0] not in ("tests", "examples")
     ]
     assert not [name for name in named if not any(ROOT.glob(name))]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/quick-start.md"])
+def test_every_rule_map_and_normalisation_is_named(name):
+    text = (ROOT / name).read_text()
+    names = [*fw.list_rules(), *fw.list_feature_maps(), *NORMALIZATIONS]
+    assert [name for name in names if f"`{name}`" not in text] == []

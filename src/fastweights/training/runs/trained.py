@@ -80,7 +80,8 @@ class TrainedLanguageModel:
             prompt: the beginning of the text; "" for a new line.
             tokens: how many to add.
             temperature: below 1 more predictable; 0 takes the most likely token.
-            top_k, top_p: draw from the k likeliest tokens only, or from the fewest that together reach p.
+            top_k: draw from the k likeliest tokens only.
+            top_p: draw from the fewest tokens that together reach this probability.
             seed: the same seed gives the same text.
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
