@@ -1,8 +1,10 @@
 """`fastweights.load` and `fastweights export`: a trained model in Python gives what the command line gives."""
 
 import json
+import shutil
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import fastweights as fw
 from fastweights.cli import app
 from fastweights.training.engine.loop import train
 from fastweights.training.runs.folder import RunError
-from fastweights.training.runs.saved import keep_tokenizer
+from fastweights.training.runs.saved import find_run, keep_tokenizer
 from fastweights.training.tasks.translation import assemble_translation
 
 from .small_pairs import SMALL as SMALL_PAIRS
@@ -105,6 +107,40 @@ def test_an_export_is_a_small_run(language, translation, tmp_path):
     assert run("generate", tmp_path / "lm", "--prompt", "w3", "--tokens", 3).stdout.startswith("w3 ")
     again = run("export", language / "carried", "--out", tmp_path / "lm")
     assert again.exit_code == 2 and "is not empty" in again.stderr
+
+
+def test_the_demo_speaks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lm = fw.load("demo")
+    text = lm.generate("The river", tokens=30, temperature=0.7)
+    done = run("generate", "demo", "--prompt", "The river", "--tokens", 30, "--temperature", 0.7)
+    assert done.stdout == f"{text}\n" and "tokens are kept as a state of" in done.stderr
+    sentence = lm.tokenizer.encode("The film was released in the United States in 1999.")
+    stream, cost = lm.stream(), 0.0
+    for before, after in pairwise(sentence):
+        cost -= float(stream.feed([before])[after])
+    # A model that knew nothing would need log(4,096) = 8.3 nats a piece.
+    assert cost / (len(sentence) - 1) < 3.0
+
+
+def test_a_run_of_ones_own_may_be_called_demo(language, tmp_path, monkeypatch):
+    shutil.copytree(language / "carried", tmp_path / "demo")
+    monkeypatch.chdir(tmp_path)
+    assert fw.load("demo").model.config.d_model == 16
+    assert run("generate", "demo", "--prompt", "w3", "--tokens", 2).stdout.startswith("w3 w")
+
+
+def test_the_card_of_the_demo_has_the_numbers_of_its_files():
+    folder = find_run("demo")
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 6e6
+    card = (folder / "README.md").read_text()
+    (manifest,) = folder.glob("checkpoints/best-*/manifest.json")
+    scores = json.loads(manifest.read_text())["scores"]
+    assert all(f"| validation {name} | {score:.4g} |" in card for name, score in scores.items())
+    (result,) = folder.glob("eval/*.json")
+    measured = json.loads(result.read_text())
+    assert f"| eval/{result.name} | ppl {measured['ppl']:.4g}, bits_per_byte {measured['bits_per_byte']:.4g} |" in card
+    assert "CC BY-SA 3.0" in card and "fastweights train lm --data wikipedia" in card
 
 
 def test_what_is_no_run_is_named(tmp_path):

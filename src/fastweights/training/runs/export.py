@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def _card(
     facts = {
         "model": f"{run.what}, {size:,} parameters, {str(dtype).removeprefix('torch.')}",
         "corpus": about.get("corpus", "unknown"),
-        "training": f"{checkpoint.step:,} of {training['steps']:,} steps, `{about.get('command', 'unknown command')}`",
+        "training": f"{checkpoint.step:,} of {training['steps']:,} steps",
         "made with": f"commit {about.get('commit', 'unknown')}, {about.get('hardware', 'unknown hardware')}",
     }
     facts |= {f"validation {name}": f"{score:.4g}" for name, score in checkpoint.scores.items()}
@@ -71,4 +72,7 @@ def _card(
         shown = (f"{key} {result[key]:.4g}" for key in ("ppl", "bits_per_byte", "bleu") if key in result)
         facts[f"eval/{name}"] = ", ".join(shown)
     rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
-    return f"# A trained model of fastweights\n\n{note}\n\n| | |\n|---|---|\n{rows}"
+    command = " \\\n      ".join(
+        wrap(about.get("command", "unknown"), 100, break_long_words=False, break_on_hyphens=False)
+    )
+    return f"# A trained model of fastweights\n\n{note}\n\n| | |\n|---|---|\n{rows}\nTrained by\n\n    {command}\n"

@@ -185,8 +185,8 @@ class TranslationRun(SavedRun[TranslationModelConfig, TranslationModel, Parallel
 
 
 def find_run(run: Path | str) -> Path:
-    """Return the folder of a run; "demo" is the model that comes with the package, and "./demo" a folder."""
-    return DEMO if str(run) == "demo" else Path(run)
+    """Return the folder of a run; "demo" is the model of the package, unless there is a run of that name."""
+    return DEMO if str(run) == "demo" and not Path("demo", "config.json").exists() else Path(run)
 
 
 def task_of(run: Path | str) -> str:
