@@ -202,12 +202,12 @@ def test_a_corpus_is_one_row_of_the_table(files, tmp_path, monkeypatch):
 
 
 def test_ctrl_c(files, tmp_path, monkeypatch):
-    from fastweights.data import registry as kinds
+    from fastweights.data.text import build
 
     def stop(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kinds, "build_text", stop)
+    monkeypatch.setattr(build, "build_text", stop)
     result = run("wikitext2", "--source", files, "--out", tmp_path / "out")
     assert result.exit_code == 130 and "nothing was finished" in result.stderr
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,16 +15,13 @@ from fastweights.data.sources import (
     CorpusFiles,
     CorpusRequest,
     Hub,
-    Progress,
     Source,
-    count_lines,
     find,
-    text,
     write_wikitext,
     write_wmt,
 )
 from fastweights.data.text import embedded
-from fastweights.data.text.build import build_bytes, build_ids, build_text
+from fastweights.data.text.build import build_bytes, build_files, build_ids, build_text
 
 
 class Official(NamedTuple):
@@ -120,43 +116,6 @@ def _file(path: Path, obtain: str) -> Source:
     return Source(path)
 
 
-def _build_wikitext(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
-    return build_text(lambda split, progress: text(sources[split][0], progress), folder, request)
-
-
-def _build_text(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
-    if "valid" in sources:
-
-        def read(split: str, progress: Progress) -> Iterator[str]:
-            for source in sources[split]:
-                yield from text(source, progress)
-
-        return build_text(read, folder, request)
-    counts = [count_lines(source) for source in sources["train"]]
-    total = sum(counts)
-    if total < 20:
-        raise DataError(f"the text has {total} lines, too few to split 90/5/5; give --valid and --test files")
-    bounds = dict(zip(SPLITS, pairwise((0, total * 90 // 100, total * 95 // 100, total)), strict=True))
-
-    def cut(split: str, progress: Progress) -> Iterator[str]:
-        start, stop = bounds[split]
-        for source, lines in zip(sources["train"], counts, strict=True):
-            if start < lines and stop > 0:
-                yield from text(source, progress, max(start, 0), min(stop, lines))
-            start, stop = start - lines, stop - lines
-
-    return build_text(cut, folder, request)
-
-
-def _build_enwik8(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
-    return build_bytes(sources["train"][0], folder, request)
-
-
-def _build_ids(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
-    ids, words = sources["train"][0].path, sources["vocabulary"][0].path
-    return build_ids(ids, words, lambda split, progress: text(sources[split][0], progress), folder, request)
-
-
 def _build_embedded(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
     texts = embedded.texts(request.report, spaced=request.tokens == "words")
     return build_text(lambda split, progress: texts[split], folder, request)
@@ -184,7 +143,7 @@ def _wikitext(name: str, words: int, tokens: int) -> CorpusKind:
         f"{configuration}.zip of Merity et al. (2016), in copies on the web, or the Hugging Face dataset "
         f"Salesforce/wikitext, configuration {configuration}",
         _find_wikitext,
-        _build_wikitext,
+        build_files,
         official=Official(name, words, tokens, 217_646, 245_569),
         hub=Hub("Salesforce/wikitext", configuration, write_wikitext),
     )
@@ -197,7 +156,7 @@ CORPORA: dict[str, CorpusKind] = {
         "the first 100 million bytes of Wikipedia, bytes",
         "give the file enwik8, its zip archive or a folder with it: http://mattmahoney.net/dc/enwik8.zip",
         _find_enwik8,
-        _build_enwik8,
+        build_bytes,
         official=Official(
             "enwik8",
             256,
@@ -211,7 +170,7 @@ CORPORA: dict[str, CorpusKind] = {
         "any plain text in UTF-8, in words, byte pairs, characters or bytes",
         "give a text file, plain or packed (.gz, .xz, .bz2), or a folder of .txt files",
         _find_text,
-        _build_text,
+        build_files,
         options=_TOKENS | _FILES,
         named_by_out=True,
     ),
@@ -220,7 +179,7 @@ CORPORA: dict[str, CorpusKind] = {
         "give a folder with one train*.npy of integers, vocab.txt with one word a line, and wiki.valid.tokens and "
         "wiki.test.tokens (or --valid and --test)",
         _find_ids,
-        _build_ids,
+        build_ids,
         options=_FILES,
     ),
     "embedded": CorpusKind(

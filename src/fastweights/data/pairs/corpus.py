@@ -18,6 +18,7 @@ from torch import Tensor
 from fastweights.common.tables import look_up
 from fastweights.data.manifest import DataError, fingerprint, finished
 from fastweights.data.pairs.bpe import BOS, EOS, PAD, UNK, PairTokenizer
+from fastweights.data.text.corpus import at_least_one
 
 __all__ = ["BOS", "EOS", "PAD", "UNK", "PairBatch", "PairBatches", "PairTokenizer", "ParallelCorpus", "ParallelSplit"]
 
@@ -140,9 +141,7 @@ class PairBatches:
         shuffle: bool = True,
         pad_to: int = 8,
     ) -> None:
-        for name, value in (("max_tokens", max_tokens), ("pad_to", pad_to), ("max_length", max_length or 1)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        at_least_one(max_tokens=max_tokens, pad_to=pad_to, max_length=max_length or 1)
         self.split, self.seed, self.shuffle, self.pad_to = split, seed, shuffle, pad_to
         lengths = np.stack((split.lengths("source"), split.lengths("target"))) + 1
         longest = lengths.max(axis=0)

@@ -6,17 +6,47 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 from fastweights.data.manifest import SPLITS, TYPE_CODES, DataError
-from fastweights.data.sources import Built, CorpusRequest, Progress, Source
+from fastweights.data.sources import Built, CorpusFiles, CorpusRequest, Progress, count_lines, text
 from fastweights.data.tokenizer import TOKENIZERS, UNKNOWN, ByteTokenizer, Tokenizer, WordTokenizer, split_words
 
 _CHUNK = 1 << 20
 
 Read = Callable[[str, Progress], Iterable[str]]
 """Gives the text of a split in parts that cut no line, as often as it is asked."""
+
+
+def build_files(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
+    """Build from files of text; where there are none for valid and test, the last tenth of the lines is for them."""
+    if "valid" in sources:
+        return build_text(_whole(sources), folder, request)
+    counts = [count_lines(source) for source in sources["train"]]
+    total = sum(counts)
+    if total < 20:
+        raise DataError(f"the text has {total} lines, too few to split 90/5/5; give --valid and --test files")
+    bounds = dict(zip(SPLITS, pairwise(_ends(total)), strict=True))
+
+    def read(split: str, progress: Progress) -> Iterator[str]:
+        start, stop = bounds[split]
+        for source, lines in zip(sources["train"], counts, strict=True):
+            if start < lines and stop > 0:
+                yield from text(source, progress, max(start, 0), min(stop, lines))
+            start, stop = start - lines, stop - lines
+
+    return build_text(read, folder, request)
+
+
+def _whole(sources: CorpusFiles) -> Read:
+    return lambda split, progress: chain.from_iterable(text(source, progress) for source in sources[split])
+
+
+def _ends(total: int) -> tuple[int, ...]:
+    """Return where train, valid and test begin and end: at 90 and 95 %."""
+    return (0, total * 90 // 100, total * 95 // 100, total)
 
 
 def build_text(read: Read, folder: Path, request: CorpusRequest) -> Built:
@@ -36,16 +66,16 @@ def _write(split: str, read: Read, tokenizer: Tokenizer, folder: Path, request: 
     """Write a split; count its tokens, those that are `<unk>`, and those of them that stand for another word."""
     counts, code = Counter[str](), TYPE_CODES[tokenizer.dtype]
     with (folder / f"{split}.bin").open("wb") as file:
-        for text in read(split, request.progress(f"writing {split}")):
+        for part in read(split, request.progress(f"writing {split}")):
             if isinstance(tokenizer, WordTokenizer):
-                words = split_words(text)
+                words = split_words(part)
                 numbers = tokenizer.numbers(words)
                 unknown = 0 if tokenizer.unknown is None else numbers.count(tokenizer.unknown)
                 counts.update(unknown=unknown, out_of_vocabulary=unknown - words.count(UNKNOWN))
             else:
-                numbers = tokenizer.encode(text)
+                numbers = tokenizer.encode(part)
             array(code, numbers).tofile(file)
-            counts.update(tokens=len(numbers), text_bytes=len(text.encode()), characters=len(text))
+            counts.update(tokens=len(numbers), text_bytes=len(part.encode()), characters=len(part))
     return _entry(split, **counts)
 
 
@@ -54,24 +84,24 @@ def _entry(split: str, tokens: int = 0, **counts: int) -> dict[str, Any]:
     return {"file": f"{split}.bin", "tokens": tokens, "unknown": 0, "out_of_vocabulary": 0, **counts}
 
 
-def build_bytes(source: Source, folder: Path, request: CorpusRequest) -> Built:
+def build_bytes(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
     """Build from bytes as they are: the first 90 % for training, 5 % and 5 % to validate and test."""
     import numpy as np
 
-    content = b"".join(block for _, block in source.blocks(request.progress("reading")))
-    size, built = len(content), Built(ByteTokenizer(), {}, content=hashlib.sha256(content).hexdigest())
-    ends = (0, size * 90 // 100, size * 95 // 100, size)
-    for split, start, stop in zip(SPLITS, ends, ends[1:], strict=False):
+    content = b"".join(block for _, block in sources["train"][0].blocks(request.progress("reading")))
+    built = Built(ByteTokenizer(), {}, content=hashlib.sha256(content).hexdigest())
+    for split, (start, stop) in zip(SPLITS, pairwise(_ends(len(content))), strict=True):
         part = np.frombuffer(content, np.uint8)[start:stop]
         part.astype(built.tokenizer.dtype).tofile(folder / f"{split}.bin")
         built.splits[split] = _entry(split, len(part), text_bytes=len(part))
     return built
 
 
-def build_ids(ids: Path, words: Path, read: Read, folder: Path, request: CorpusRequest) -> Built:
+def build_ids(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> Built:
     """Build from a .npy file of numbers into a vocabulary file for training, and from text for valid and test."""
     import numpy as np
 
+    ids, words = sources["train"][0].path, sources["vocabulary"][0].path
     try:
         tokenizer = WordTokenizer.load(words.read_bytes())
         numbers = np.load(ids, mmap_mode="r")
@@ -92,5 +122,5 @@ def build_ids(ids: Path, words: Path, read: Read, folder: Path, request: CorpusR
                 unknown += int((part == tokenizer.unknown).sum())
             part.astype(tokenizer.dtype).tofile(file)
             progress(start / numbers.size)
-    splits = {split: _write(split, read, tokenizer, folder, request) for split in SPLITS[1:]}
+    splits = {split: _write(split, _whole(sources), tokenizer, folder, request) for split in SPLITS[1:]}
     return Built(tokenizer, {"train": _entry("train", int(numbers.size), unknown=unknown), **splits})

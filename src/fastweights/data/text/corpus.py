@@ -173,8 +173,7 @@ class Windows:
     def __init__(
         self, tokens: Tensor, length: int, stride: int = 1, batch: int = 1, starts: Tensor | None = None
     ) -> None:
-        for name, value in (("length", length), ("stride", stride), ("batch", batch)):
-            _at_least_one(name, value)
+        at_least_one(length=length, stride=stride, batch=batch)
         if stride > length:
             raise ValueError(
                 f"stride {stride} would leave out tokens between windows of {length}; take at most {length}"
@@ -282,8 +281,7 @@ def _mapped(folder: Path, entry: dict[str, Any], dtype: torch.dtype) -> TokenStr
 
 def _share(batch: int, length: int, rank: int, world: int) -> slice:
     """Return the rows of a batch that are this rank's."""
-    for name, value in (("batch", batch), ("length", length), ("world", world)):
-        _at_least_one(name, value)
+    at_least_one(batch=batch, length=length, world=world)
     if not 0 <= rank < world:
         raise ValueError(f"rank must be 0 … world - 1 = {world - 1}, got {rank}")
     if batch % world:
@@ -292,6 +290,8 @@ def _share(batch: int, length: int, rank: int, world: int) -> slice:
     return slice(rank * share, (rank + 1) * share)
 
 
-def _at_least_one(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+def at_least_one(**values: int) -> None:
+    """Raise a ValueError for the first of these that is not a whole number of at least 1."""
+    for name, value in values.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
