@@ -12,7 +12,8 @@ from fastweights.experiments.engine.runner import training_of
 from fastweights.experiments.engine.store import Store
 from fastweights.experiments.paper import speed, table2, table3, table4, table5
 from fastweights.report.build import build
-from fastweights.report.figures import STYLES, draw
+from fastweights.report.drawing import draw_files
+from fastweights.report.style import STYLES
 from fastweights.training.tasks.language import plan
 from tests.experiments.language_fakes import cells, given, metrics, record, results, verdicts
 
@@ -160,9 +161,9 @@ def test_other_budgets_are_shown_below(tmp_path):
         store.save("table2", record(cell, metrics(160.0, 150.0)))
     path, chapters = build(store)
     (chapter,) = (chapter for chapter in chapters if chapter.experiment.name == "table2")
-    assert len(chapter.results.records) == 5 and chapter.label == "one pass of Wikipedia, recipe small-fast"
+    assert len(chapter.results.records) == 5 and chapter.label == "one pass of Wikipedia, a faster recipe"
     assert [other.label for other in chapter.others] == [
-        "two passes of Wikipedia, recipe small-fast", "WikiText-2, 3,600 steps, size tiny"
+        "two passes of Wikipedia, a faster recipe", "WikiText-2, 3,600 steps, a tiny model"
     ]  # fmt: skip
     other = chapter.others[0]
     assert {r.config["steps"] for r in other.results.records} == {8448}
@@ -179,7 +180,7 @@ def test_passes_are_counted_where_the_text_is_known():
     def label(scale, **settings):
         return EXPERIMENTS["table2"].label([record(cells("table2", scale, **settings)[0], {})])
 
-    assert label("wikipedia-fast") == "five passes of Wikipedia, recipe small-fast"
+    assert label("wikipedia-fast") == "five passes of Wikipedia, a faster recipe"
     assert label("wikipedia", steps=4224) == "one pass of Wikipedia, the paper's recipe"
     assert label("wikipedia", steps=6336) == "1.5 passes of Wikipedia, the paper's recipe"
     assert label("paper") == "paper" and label("code", precision="bf16-mixed") == "code"
@@ -212,8 +213,8 @@ def test_what_others_were_given_is_their_heading(tmp_path):
     for device, count in (("cuda", 2), ("cpu", 1)):
         for cell in speeds.cells("smoke", None, {"set": {}, "device": device})[:count]:
             store.save("speed", record(cell, dict.fromkeys(("words_per_s", "slowest", "fastest", "memory_bytes"), 1.0)))
-    headings = build(store)[0].read_text().split("<h3>Also run: ")[1:]
-    assert [heading.split("</h3>")[0] for heading in headings] == ["text = another (z)", "device = cpu"]
+    headings = build(store)[0].read_text().split("<summary>Also run: ")[1:]
+    assert [heading.split("</summary>")[0] for heading in headings] == ["text = another (z)", "device = cpu"]
 
 
 def test_speed_reads_the_text_as_its_cells_say(monkeypatch):
@@ -404,13 +405,13 @@ def test_a_tie_is_not_a_win():
 def test_plots_and_tables(name):
     experiment = EXPERIMENTS[name]
     found = results(name, dict.fromkeys(experiment.models, (10.0, 1234.5)), more={"xl": {"evaluations": XL}})
-    svg = draw(experiment, found)["svg"]
-    assert svg == draw(experiment, found)["svg"] and b"</svg>" in svg
+    svg = draw_files(experiment, found)["svg"]
+    assert svg == draw_files(experiment, found)["svg"] and b"</svg>" in svg
     table = experiment.table(found)
     assert all(len(row) == len(table.header) for row in table.rows) and "1,234" in table.rows[0]
     styles = [STYLES[model] for model in experiment.models]
     assert len({(style.colour, style.marker) for style in styles}) == len(styles)
-    assert draw(experiment, results(name, dict.fromkeys(experiment.models, (None, None))))["png"]
+    assert draw_files(experiment, results(name, dict.fromkeys(experiment.models, (None, None))))["png"]
 
 
 def test_full_trainings_are_compared_number_by_number():

@@ -129,8 +129,8 @@ def test_all_ends_with_a_summary_of_25_lines(run, training, monkeypatch):
     lines = result.stdout.splitlines()
     assert result.exit_code == 0 and len(lines) <= 25 and "Page: " in lines[-1]
     assert lines[0] == "Of 17 statements of the paper, 10 hold, 7 not decided at this scale."
-    assert lines[1].split("  ") == ["Figure 1", "small", "4 hold"]
-    assert "Figure 5  small  3 not decided at this scale (needs scale paper)" in lines
+    assert lines[1].split("  ") == ["Figure 1", "small scale", "4 hold"]
+    assert "Figure 5  small scale  3 not decided at this scale (needs scale paper)" in lines
     begun = [line.split(":")[0] for line in result.stderr.splitlines() if " cell" in line and ": " in line]
     assert [name for name in begun if name in EXPERIMENTS] == ["fig2", "fig1", "fig4", "fig5"], (
         "what decides most first"
@@ -231,7 +231,7 @@ def test_report_takes_a_corpus_that_results_were_made_with(run, training, tmp_pa
 def test_report_by_the_best_loss(run, training, tmp_path):
     run("reproduce", "fig2", "--scale", "smoke", "--sizes", "4")
     assert run("report", "--loss", "best").exit_code == 0
-    assert "best evaluation loss" in (tmp_path / "out" / "index.html").read_text()
+    assert "Best evaluation loss" in (tmp_path / "out" / "index.html").read_text()
 
 
 def test_without_matplotlib(run, training, monkeypatch):

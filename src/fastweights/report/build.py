@@ -9,8 +9,8 @@ from fastweights.experiments import EXPERIMENTS
 from fastweights.experiments.engine.experiment import NOT_RUN, Experiment, Results
 from fastweights.experiments.engine.store import Store
 from fastweights.report.chapter import Chapter
-from fastweights.report.figures import draw
-from fastweights.report.html import page
+from fastweights.report.drawing import draw, draw_files
+from fastweights.report.page import page
 
 
 def build(store: Store, loss: str = "best_loss") -> tuple[Path, list[Chapter]]:
@@ -28,14 +28,14 @@ def _chapter(store: Store, experiment: Experiment, loss: str) -> Chapter:
     if scale is None:
         return Chapter(experiment, None, results, claims, None)
     store.assemble(experiment, scale)
-    files = draw(experiment, results)
-    for kind, content in files.items():
+    for kind, content in draw_files(experiment, results).items():
         write_atomically(store.folder(experiment.name) / f"{experiment.name}.{kind}", content)
-    others = [_other(experiment, Results(group, loss)) for group in store.others(experiment, scale)]
-    return Chapter(experiment, scale, results, claims, files.get("svg"), others)
+    groups = enumerate(store.others(experiment, scale), 1)
+    others = [_other(experiment, Results(group, loss), f"{experiment.name}-{number}") for number, group in groups]
+    return Chapter(experiment, scale, results, claims, draw(experiment, results, experiment.name), others)
 
 
-def _other(experiment: Experiment, results: Results) -> Chapter:
+def _other(experiment: Experiment, results: Results, key: str) -> Chapter:
     scale = results.records[0].config["scale"]
     judged = [claim for claim in experiment.judge(scale, results) if claim.ours != NOT_RUN]
-    return Chapter(experiment, scale, results, judged, draw(experiment, results).get("svg"))
+    return Chapter(experiment, scale, results, judged, draw(experiment, results, key))

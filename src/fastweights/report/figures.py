@@ -2,117 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastweights.experiments.engine.experiment import Experiment, Plot, Results
 from fastweights.experiments.engine.retrieval import d_dot
+from fastweights.report.style import COLOURS, EDGE, PAPER, TICK, Style, style_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, PAPER = "#1b1f24", "#ffffff"
-_SETTINGS: dict[Any, Any] = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#6b7280",
-    "axes.labelcolor": INK,
-    "axes.grid": True,
-    "grid.color": "#e5e7eb",
-    "grid.linewidth": 0.7,
-    "xtick.color": "#4b5563",
-    "ytick.color": "#4b5563",
-    "text.color": INK,
-    "legend.frameon": False,
-    "figure.facecolor": PAPER,
-    "savefig.facecolor": PAPER,
-    # Element ids are hashes: with a fixed salt, the same results give the same file.
-    "svg.hashsalt": "fastweights",
-}
+FAR = 3.0
+"""A series whose every point is this many times what is usual at its best leaves a logarithmic axis to the others."""
 
-
-@dataclass(frozen=True)
-class Style:
-    colour: str
-    marker: str
-    dash: str = "-"
-
-
-# Okabe and Ito's hues, safe for the colour-blind: one for each family, darker for its larger members. Markers tell all
-# of them apart without any colour.
-STYLES = {
-    "softmax": Style("#1b1f24", "o"),
-    "linear": Style("#d55e00", "s"),
-    "favor-64": Style("#f0b400", "v", ":"),
-    "favor-128": Style("#c98a00", "<", "--"),
-    "favor-512": Style("#8a5a00", ">", "-"),
-    "dpfp-1": Style("#56b4e9", "^"),
-    "dpfp-2": Style("#0072b2", "D"),
-    "dpfp-3": Style("#003f70", "P"),
-    "dpfp-4": Style("#003f70", "P"),
-    "dpfp": Style("#0072b2", "D"),
-    "dpfp-1-sum": Style("#56b4e9", "^"),
-    "dpfp-1-delta": Style("#009e73", "o"),
-    "dpfp-2-delta": Style("#00543d", "D"),
-    "linear-delta": Style("#d55e00", "s"),
-    "favor-64-delta": Style("#f0b400", "v", ":"),
-    "favor-128-delta": Style("#c98a00", "<", "--"),
-    "schlag2021": Style("#cc79a7", "X"),
-    "schlag2021-dpfp": Style("#7e3f66", "P"),
-    "transformer": Style("#1b1f24", "o"),
-    "delta": Style("#009e73", "D"),
-    "performer": Style("#f0b400", "v", ":"),
-    "performer-delta": Style("#8a5a00", ">", "--"),
-    "performer-1": Style("#f0b400", "v", ":"),
-    "performer-4": Style("#c98a00", "<", "--"),
-    "performer-8": Style("#8a5a00", ">", "-"),
-    "performer-wide": Style("#f0b400", "v", ":"),
-    "performer-wide-delta": Style("#8a5a00", ">", "--"),
-    "delta-norm": Style("#7e3f66", "p"),
-    "delta-nopos-norm": Style("#cc79a7", "X"),
-    "delta-nopos": Style("#0072b2", "^"),
-    "linear-carried": Style("#d55e00", "X", ":"),
-    "linear-carried-nonorm": Style("#7e3f66", "P"),
-    "delta-carried": Style("#009e73", "X", ":"),
-    "xl": Style("#1b1f24", "o"),
-}
-_SURFACES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-
-
-def draw(experiment: Experiment, results: Results) -> dict[str, bytes]:
-    """Draw the figure as files: {"svg": ..., "png": ...}, the same bytes for the same results; none without a plot."""
-    if experiment.plot is None:
-        return {}
-    with _canvas() as figure:
-        kind = experiment.plot.kind
-        (KINDS[kind] if isinstance(kind, str) else kind)(figure, experiment, results)
-        return {kind: _save(figure, kind) for kind in ("svg", "png")}
-
-
-@contextmanager
-def _canvas() -> Iterator[Figure]:
-    # A figure of its own, without pyplot: nothing global is changed and no window system is asked for.
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(_SETTINGS):
-        yield Figure(figsize=(6.6, 4.5), layout="constrained")
-
-
-def _save(figure: Figure, kind: str) -> bytes:
-    buffer = io.BytesIO()
-    metadata = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}[kind]
-    figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
-    return buffer.getvalue()
+_SURFACES = [COLOURS[name][0] for name in ("blue", "orange", "green", "pink")]
 
 
 def scatter(figure: Figure, experiment: Experiment, results: Results) -> None:
@@ -130,12 +38,12 @@ def scatter(figure: Figure, experiment: Experiment, results: Results) -> None:
             yerr=[below, above] if any(below + above) else None,
             fmt=style.marker,
             color=style.colour,
-            markersize=6.5,
+            markersize=6.5 if _is_wide(figure) else 4.5,
             markeredgecolor=PAPER,
             markeredgewidth=0.3,
             elinewidth=1.2,
             capsize=2.5,
-            label=label if sizes else f"{label}: NaN",
+            label=_named(label, sizes),
         )
         limit = d_dot(results.of(model)[0].config)
         if limit is not None and not model.startswith("favor"):
@@ -143,23 +51,16 @@ def scatter(figure: Figure, experiment: Experiment, results: Results) -> None:
     axes.set_xlim(left=0)
     if not _plot(experiment).log_y:
         _mark_limits(axes, [(x, colour) for x, colour in limits if x <= max(results.sizes(), default=0)])
-        axes.set_ylim(bottom=min(-0.01, axes.get_ylim()[0]))
-    _legend(figure)
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(-0.01, low), high + 0.06 * (high - low))
+    _number_axes(axes)
 
 
 def _mark_limits(axes: Axes, limits: list[tuple[int, str]]) -> None:
     for x, colour in limits:
         axes.axvline(x, color=colour, linewidth=1, linestyle=(0, (2, 3)), zorder=0)
-        axes.annotate(
-            f"$d_{{dot}}$ = {x}",
-            (x, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-            color="#4b5563",
-        )
+        where: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        axes.annotate(str(x), (x, 1), **where, xytext=(2.5, -1), va="top", color=TICK)
 
 
 def curves(figure: Figure, experiment: Experiment, results: Results) -> None:
@@ -175,13 +76,13 @@ def curves(figure: Figure, experiment: Experiment, results: Results) -> None:
         if len(runs) > 1:
             low, high = [min(at) for at in values], [max(at) for at in values]
             axes.fill_between(steps, low, high, color=style.colour, alpha=0.18, linewidth=0)
-        name = label if steps else f"{label}: NaN"
+        name = _named(label, steps)
         (line,) = axes.plot(steps, means, color=style.colour, linestyle=style.dash, linewidth=1.6, label=name)
         if steps:
             axes.plot(steps[-1], means[-1], style.marker, color=style.colour, markersize=7, markeredgewidth=0)
             line.set(marker=style.marker, markevery=(len(steps), 1))
     axes.set_xlim(left=0)
-    _legend(figure)
+    _number_axes(axes)
 
 
 def _curve(points: list[list[Any]]) -> dict[int, float]:
@@ -191,7 +92,6 @@ def _curve(points: list[list[Any]]) -> dict[int, float]:
 def perplexity(figure: Figure, experiment: Experiment, results: Results) -> None:
     """Draw the validation perplexity over training steps: see `learning`."""
     learning(figure, experiment, results, lambda loss: math.exp(min(loss, 700)))
-    _plain_ticks(figure.axes[0])
 
 
 def learning(
@@ -204,20 +104,38 @@ def learning(
         for record in results.of(model):
             size = record.config["size"]
             points = _curve(record.metrics["curve"])
-            steps, values = list(points), [show(loss) for loss in points.values()]
-            name = label if len(sizes) == 1 else f"{label}, {experiment.size_name} = {size}"
+            name = _named(label if len(sizes) == 1 else f"{label}, {experiment.size_name} = {size}", points)
             axes.plot(
-                steps,
-                values,
+                list(points),
+                [show(loss) for loss in points.values()],
                 color=style.colour,
                 linestyle=style.dash,
                 linewidth=1.2 + 0.7 * sizes.index(size),
                 marker=style.marker,
-                markersize=4,
+                markersize=5,
+                markeredgewidth=0,
                 label=name if record is results.of(model, size)[0] else None,
             )
     axes.set_xlim(left=0)
-    _legend(figure)
+    if axes.get_yscale() == "log":
+        _leave_out_the_far(axes)
+    _number_axes(axes)
+
+
+def _leave_out_the_far(axes: Axes) -> None:
+    """Let the axis end above the usual lines; lines beyond it stand at its edge, with their best value."""
+    points = {line: np.asarray(line.get_ydata(), dtype=float) for line in axes.lines}
+    values = {line: y for line, y in points.items() if y.size}
+    usual = statistics.median_low([float(y.min()) for y in values.values()]) if values else math.inf
+    top = 1.25 * max((float(y.max()) for y in values.values() if y.min() <= FAR * usual), default=math.inf)
+    far = {line: y for line, y in values.items() if y.min() > top}
+    if not far:
+        return
+    axes.set_ylim(top=top)
+    for number, (line, y) in enumerate(far.items()):
+        line.set_label(f"{line.get_label()} (best {y.min():,.0f}, above the axis)")
+        place: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "color": line.get_color()}
+        axes.plot(0.98 - 0.06 * number, 1, marker=line.get_marker(), markersize=7, markeredgewidth=0, **place)
 
 
 def bars(figure: Figure, experiment: Experiment, results: Results) -> None:
@@ -229,18 +147,10 @@ def bars(figure: Figure, experiment: Experiment, results: Results) -> None:
     below = [metrics["words_per_s"] - metrics["slowest"] for _, _, metrics in shown]
     above = [metrics["fastest"] - metrics["words_per_s"] for _, _, metrics in shown]
     names, colours = [label for label, _, _ in shown], [style.colour for _, style, _ in shown]
-    axes.barh(names, speeds, color=colours, height=0.7, xerr=[below, above], ecolor="#6b7280", capsize=2.5)
+    axes.barh(names, speeds, color=colours, height=0.7, xerr=[below, above], ecolor=EDGE, capsize=2.5)
     axes.grid(visible=False, axis="y")
     axes.set_xlim(left=0)
-
-
-def _plain_ticks(axes: Axes) -> None:
-    """Write ticks as numbers are read, 200 and not 2 x 10^2."""
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    _number_axes(axes)
 
 
 def surfaces(figure: Figure, experiment: Experiment, results: Results) -> None:
@@ -254,14 +164,17 @@ def surfaces(figure: Figure, experiment: Experiment, results: Results) -> None:
         x, y = np.meshgrid(axis[rows], axis[columns], indexing="ij")
         axes.plot_surface(
             x, y, z[np.ix_(rows, columns)], color=colour, alpha=0.9, edgecolor=PAPER, linewidth=0.25, shade=False,
-            rcount=24, ccount=24,
+            rcount=12, ccount=12,
         )  # fmt: skip
         peak = np.unravel_index(z.argmax(), z.shape)
-        axes.text(axis[peak[0]], axis[peak[1]], z.max() + 0.09, f"$\\phi_{number + 1}$", color=colour, ha="center")
+        label = "φ" + "₁₂₃₄"[number]
+        axes.text(axis[peak[0]], axis[peak[1]], z.max() + 0.09, label, color=colour, ha="center")
     axes.set(xlabel=_plot(experiment).x_label, ylabel=_plot(experiment).y_label, zlim=(0, 1.05))
     axes.set_xticks([-1, 0, 1])
     axes.set_yticks([-1, 0, 1])
     axes.set_zticks([0, 0.5, 1])
+    for side in (axes.xaxis, axes.yaxis, axes.zaxis):
+        side.set_pane_color(PAPER)
     axes.view_init(elev=28, azim=-58)
 
 
@@ -282,7 +195,8 @@ KINDS: dict[str, Callable[[Figure, Experiment, Results], None]] = {
 
 def _axes(figure: Figure, experiment: Experiment) -> Axes:
     axes, plot = figure.add_subplot(), _plot(experiment)
-    axes.set(xlabel=plot.x_label, ylabel=plot.y_label)
+    # The name of the vertical axis stands above it, where it takes no width and needs no turned head.
+    axes.set(xlabel=plot.x_label, title=plot.y_label)
     axes.set_axisbelow(True)
     if plot.log_y:
         axes.set_yscale("log")
@@ -297,18 +211,39 @@ def _plot(experiment: Experiment) -> Plot:
     return experiment.plot
 
 
-def _legend(figure: Figure) -> None:
-    _, labels = figure.axes[0].get_legend_handles_labels()
-    columns = 4 if max(map(len, labels), default=0) < 20 else 2
-    figure.legend(loc="outside lower center", ncols=columns, fontsize=9, handletextpad=0.5)
+def _is_wide(figure: Any) -> bool:
+    return bool(figure.get_figwidth() > 5)
+
+
+def _named(label: str, points: Collection[Any]) -> str:
+    return label if points else f"{label} (not a number)"
+
+
+def _number_axes(axes: Axes) -> None:
+    """Write ticks as numbers are read, 2,000 and not 2 x 10^3, and at least three of them on a logarithmic axis."""
+    from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodFormatter
+
+    axes.xaxis.set_major_locator(MaxNLocator(8 if _is_wide(axes.figure) else 4, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    if axes.get_yscale() == "log":
+        axes.yaxis.set_major_locator(FixedLocator(log_ticks(*axes.get_ylim())))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return the roundest numbers from `low` to `high`, three to eight of them."""
+    from matplotlib.ticker import MaxNLocator
+
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for numbers in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+        ticks = [tick for decade in decades for tick in (n * 10.0**decade for n in numbers) if low <= tick <= high]
+        if len(ticks) >= 3:
+            return ticks[:: math.ceil(len(ticks) / 8)]
+    return [float(tick) for tick in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high) if low <= tick <= high]
 
 
 def _series(experiment: Experiment, results: Results) -> Iterator[tuple[str, Style, str]]:
     for number, (model, label) in enumerate(experiment.models.items()):
         if results.of(model):
-            yield model, STYLES.get(model, list(STYLES.values())[number % len(STYLES)]), _subscripts(label)
-
-
-def _subscripts(text: str) -> str:
-    """Write d_dot and d_key as the paper does."""
-    return re.sub(r"\bd_(dot|key)\b", r"$d_{\1}$", text)
+            yield model, style_of(model, number), label

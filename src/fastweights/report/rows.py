@@ -21,6 +21,17 @@ def format_loss(value: float | None) -> str:
     return "NaN" if value is None or math.isnan(value) else f"{value:.4f}" if value >= 0.0001 else f"{value:.1e}"
 
 
+def format_number(value: object) -> str:
+    """Return a value as people read it: four digits of a fraction, whole numbers in groups of three."""
+    if isinstance(value, bool | str) or (isinstance(value, int) and abs(value) < 10_000):
+        return str(value)
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "NaN"
+    if not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == 0 else f"{value:.4g}"
+
+
 def losses(experiment: Experiment, results: Results) -> list[list[str]]:
     """Return a header and a row for each S with mean losses and half ranges; with one size, a row for each cell."""
     models = [model for model in experiment.models if results.of(model)]
@@ -44,40 +55,56 @@ def _runs(experiment: Experiment, results: Results) -> list[list[str]]:
     found = [item for record in results.records for item in record.metrics.items()]
     scalars = list(dict.fromkeys(name for name, value in found if not isinstance(value, (list, dict))))
     sized = len(results.sizes()) > 1
-    names = [name.replace("_", " ").replace("bleu", "BLEU") for name in scalars]
+    names = [_column(name) for name in scalars]
     rows = [["model", *([experiment.size_name] if sized else []), "seed", *names, "seconds"]]
     for record in results.records:
         config, metrics = record.config, record.metrics
         size = [str(config["size"])] if sized else []
-        shown = [_scalar(metrics[name]) if name in metrics else "" for name in scalars]
-        rows.append([experiment.models[config["model"]], *size, str(config["seed"]), *shown, f"{record.wall_s:.1f}"])
+        shown = [_scalar(name, metrics[name]) if name in metrics else "" for name in scalars]
+        seconds = format_number(round(record.wall_s, 1))
+        rows.append([experiment.models[config["model"]], *size, str(config["seed"]), *shown, seconds])
     return rows
 
 
-def _scalar(value: object) -> str:
-    return format_loss(value) if isinstance(value, float | None) else str(value)
+def _column(name: str) -> str:
+    name = name.removesuffix("_bytes").replace("_per_s", "/s").removesuffix("_s")
+    return name.replace("_", " ").replace("bleu", "BLEU")
+
+
+def _scalar(name: str, value: object) -> str:
+    if name.endswith("_bytes") and isinstance(value, int | float):
+        return f"{value / 2**20:,.0f} MiB"
+    return format_number(value)
 
 
 def tally(claims: Sequence[Claim]) -> str:
     """Return the number of each verdict, as in "7 hold, 1 fails, 2 not run"."""
+    return ", ".join(text for text, _ in tallies(claims))
+
+
+def tallies(claims: Sequence[Claim]) -> list[tuple[str, bool | None]]:
+    """Return the number of each verdict in words, and what it says of the statements."""
     counts = Counter(claim.verdict for claim in claims)
     plural = {"holds": "hold", "fails": "fail"}
-    order = ("holds", "fails", "undecided", BEYOND_SCALE, NOT_RUN)
-    found = [(counts[verdict], verdict) for verdict in order if counts[verdict]]
-    return ", ".join(f"{count} {plural.get(verdict, verdict) if count > 1 else verdict}" for count, verdict in found)
+    order = {"holds": True, "fails": False, "undecided": None, BEYOND_SCALE: None, NOT_RUN: None}
+    return [
+        (f"{counts[verdict]} {plural.get(verdict, verdict) if counts[verdict] > 1 else verdict}", holds)
+        for verdict, holds in order.items()
+        if counts[verdict]
+    ]
 
 
 def summary(chapters: Sequence[Chapter], most: int = 24) -> list[str]:
     """Return a line for all chapters, one for each, and one for each statement that fails while there is room."""
-    places = [chapter.experiment.where.split(",")[0].split(" (")[0] for chapter in chapters]
+    names = [chapter.name for chapter in chapters]
     labels = [chapter.label for chapter in chapters]
     claims = [claim for chapter in chapters for claim in chapter.claims]
     room = most - 1 - len(chapters)
     lines = [f"Of {len(claims)} statements of the paper, {tally(claims)}."]
-    for place, label, chapter in zip(places, labels, chapters, strict=True):
+    for name, label, chapter in zip(names, labels, chapters, strict=True):
         needs = next((f" (needs {c.needs})" for c in chapter.claims if c.verdict == BEYOND_SCALE), "")
         verdicts = f"{tally(chapter.claims)}{needs}"
-        lines.append(f"{place:{max(map(len, places))}}  {label:{max(map(len, labels))}}  {verdicts}")
+        lines.append(f"{name:{max(map(len, names))}}  {label:{max(map(len, labels))}}  {verdicts}")
         fails = [f"  fails: {claim.text} ({claim.ours})" for claim in chapter.claims if claim.holds is False]
         lines += fails[: max(0, room)]
         room -= len(fails)

@@ -160,7 +160,7 @@ def at_scale(language: LanguageScale, sizes: Sequence[int] = (), measured: Any =
 STAND_INS = {
     "wikipedia-fast": at_scale(
         replace(WIKIPEDIA, presets={128: "small-fast"}),
-        label="recipe small-fast",
+        label="a faster recipe",
         cost=_WIKIPEDIA_COST,
         note=f"{FAST_NOTE} {WIKIPEDIA_NOTE}",
         decides=False,
@@ -170,7 +170,7 @@ STAND_INS = {
     ),
     "wikitext2": at_scale(
         LanguageScale(presets={128: "tiny"}, settings={"steps": 3600}, stride=64),
-        label="size tiny",
+        label="a tiny model",
         cost="15 min a model on 2 cores",
         note=WIKITEXT2_NOTE,
         decides=False,

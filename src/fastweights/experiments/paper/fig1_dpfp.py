@@ -93,5 +93,5 @@ def claims(results: Results) -> list[Claim]:
 
 
 LABELS = {"dpfp-1": "DPFP-1"}
-PLOT = Plot(kind="surfaces", x_label="$k_1$", y_label="$k_2$")
+PLOT = Plot(kind="surfaces", x_label="k₁", y_label="k₂")
 EXPERIMENT = measured(ABOUT, LABELS, SCALES, measure, claims, configure=configure, plot=PLOT, stored=STORED)
