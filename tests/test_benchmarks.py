@@ -50,7 +50,7 @@ def test_translation_writes_what_it_measured(tmp_path, monkeypatch):
         (length, attention) for length in (4, 64) for attention in ("softmax", "linear")
     ]
     assert all(row[name] > 0 for row in rows for name in ("train_tokens_per_s", "encode_ms", "step_ms"))
-    assert all(row["words"] == CORPORA["numbers"].options["vocab"] for row in rows)
+    assert all(row["words"] == CORPORA["numbers"].options["vocabulary_size"] for row in rows)
     bytes_of = {(row["source_length"], row["attention"]): row["state_bytes"] for row in rows}
     assert bytes_of[4, "linear"] == bytes_of[64, "linear"] and bytes_of[64, "softmax"] > bytes_of[4, "softmax"]
 
@@ -59,7 +59,13 @@ def test_translation_writes_what_it_measured(tmp_path, monkeypatch):
 def test_translation_is_measured_with_the_words_of_its_training(preset, monkeypatch):
     monkeypatch.setitem(PRESETS, preset, partial(PRESETS[preset], d_model=8, n_heads=1, d_ff=8))
     case = translation.Case("softmax", 4, preset, "cpu", False)
-    assert case.model.config.vocab_size == PRESETS[preset]().vocab_size == CORPORA["wmt14"].options["vocab"] == 32_000
+    words = CORPORA["wmt14"].options["vocabulary_size"]
+    assert case.model.config.vocab_size == PRESETS[preset]().vocab_size == words == 32_000
+
+
+def test_every_translation_model_has_words_to_be_measured_with():
+    assert translation.WORDS.keys() == PRESETS.keys()
+    assert translation.WORDS["quick"] == translation.WORDS["tiny"] == CORPORA["numbers"].options["vocabulary_size"]
 
 
 @pytest.mark.parametrize("attention", translation.ATTENTIONS)

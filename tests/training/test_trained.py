@@ -144,7 +144,7 @@ def test_the_card_of_the_demo_has_the_numbers_of_its_files():
 
 
 def test_what_is_no_run_is_named(tmp_path):
-    with pytest.raises(RunError, match=r"nowhere does not exist; .* and 'demo' names the language model"):
+    with pytest.raises(RunError, match=r"nowhere does not exist; .*; 'demo' names the language model"):
         fw.load(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"task": {"name": "retrieval"}}')
     with pytest.raises(RunError, match="holds a run of the task 'retrieval', not of a language model"):

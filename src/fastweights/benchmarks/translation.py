@@ -35,7 +35,7 @@ SEED = 0
 # Tokens of a training batch, and sentences decoded at once.
 SIZES = {"cpu": (4096, 4), "cuda": (16_384, 32)}
 # Words of what each preset is trained on: WMT14, and the number words.
-WORDS = {"big": SUBWORDS, "base": SUBWORDS, "tiny": 400}
+WORDS = {"big": SUBWORDS, "base": SUBWORDS, "quick": 400, "tiny": 400}
 # Tokens of a sentence that are decoded at once on the way to a state: 4,096 of 32 have logits of 17 gigabytes.
 PIECE = 512
 

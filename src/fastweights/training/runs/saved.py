@@ -206,10 +206,8 @@ def _configuration(run: Path | str, command: str) -> tuple[dict[str, Any], dict[
         if folder.is_file():
             raise RunError(f"{folder} is a file, and a run is a folder of `fastweights {command}`") from None
         missing = "holds no run" if folder.is_dir() else "does not exist"
-        raise RunError(
-            f"{folder} {missing}; `fastweights {command} --out {folder}` trains one there, and 'demo' names the "
-            "language model that comes with the package"
-        ) from None
+        demo = "; 'demo' names the language model that comes with the package" if command == "train lm" else ""
+        raise RunError(f"{folder} {missing}; `fastweights {command} --out {folder}` trains one there{demo}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path} is not the configuration of a run ({error!r})") from None
     if not valid:
