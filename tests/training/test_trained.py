@@ -91,6 +91,7 @@ def test_translate_is_the_command(translation):
 
 def test_an_export_is_a_small_run(language, translation, tmp_path):
     assert run("eval", "lm", language / "carried", "--data", language / "corpus").exit_code == 0
+    (language / "carried" / "eval" / "worst.json").write_text('{"ppl": "inf"}')
     for name, source in {"lm": language / "carried", "mt": translation[0]}.items():
         done = run("export", source, "--out", tmp_path / name, "--precision", "bf16", "--note", "Words of no language.")
         assert done.exit_code == 0, done.output
@@ -102,8 +103,9 @@ def test_an_export_is_a_small_run(language, translation, tmp_path):
         card = (tmp_path / name / "README.md").read_text()
         assert "Words of no language." in card and f"{original.model.n_parameters:,} parameters, bfloat16" in card
         assert "data" not in json.loads((tmp_path / name / "config.json").read_text())["about"]
-    (result,) = (tmp_path / "lm" / "eval").glob("*.json")
-    assert f"ppl {json.loads(result.read_text())['ppl']:.4g}" in (tmp_path / "lm" / "README.md").read_text()
+    (result,) = (tmp_path / "lm" / "eval").glob("valid-segment*.json")
+    card = (tmp_path / "lm" / "README.md").read_text()
+    assert f"ppl {json.loads(result.read_text())['ppl']:.4g}" in card and "| eval/worst.json | ppl inf |" in card
     assert run("generate", tmp_path / "lm", "--prompt", "w3", "--tokens", 3).stdout.startswith("w3 ")
     again = run("export", language / "carried", "--out", tmp_path / "lm")
     assert again.exit_code == 2 and "is not empty" in again.stderr

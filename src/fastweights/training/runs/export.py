@@ -69,7 +69,8 @@ def _card(
     facts |= {f"validation {name}": f"{score:.4g}" for name, score in checkpoint.scores.items()}
     for name, content in results.items():
         result = json.loads(content)
-        shown = (f"{key} {result[key]:.4g}" for key in ("ppl", "bits_per_byte", "bleu") if key in result)
+        # A perplexity beyond all floats is kept as text.
+        shown = (f"{key} {float(result[key]):.4g}" for key in ("ppl", "bits_per_byte", "bleu") if key in result)
         facts[f"eval/{name}"] = ", ".join(shown)
     rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
     command = " \\\n      ".join(
