@@ -370,6 +370,12 @@ def test_claims_of_speed():
         "this machine is not theirs"
     )
     assert speed.SCALES["paper"].decides
+    taken = EXPERIMENTS["speed"].cells("paper", None, {"set": {}, "device": "cuda"})
+    on_gpu = [record(cell, {"words_per_s": 1.0, "memory_bytes": 1.0}) for cell in taken]
+    table = EXPERIMENTS["speed"]
+    assert table.label(on_gpu) == "paper" and table.label(found().records) == "the paper's sizes on cpu"
+    assert {claim.holds for claim in table.judge("paper", Results(on_gpu))} == {True, False}
+    assert {claim.holds for claim in table.judge("paper", found())} == {None}
 
 
 @pytest.mark.parametrize("name", TABLES[:4])

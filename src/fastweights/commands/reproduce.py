@@ -295,6 +295,9 @@ def _print_list(store: Store) -> None:
             results = f"{known['scale']}: {known['cells']} cells, {format_seconds(known['train_s'])} of training"
         table.add_row(row["name"], f"{row['title']} ({row['where']})", *costs, results)
     _console(sys.stdout).print(table)
+    for scale in known_scales()[len(SCALES) :]:
+        names = ", ".join(name for name, experiment in EXPERIMENTS.items() if scale in experiment.scales)
+        typer.echo(f"--scale {scale} --data DIR: a stand-in for scale paper, for {names}")
 
 
 def _console(stream: object = None):  # type: ignore[no-untyped-def]

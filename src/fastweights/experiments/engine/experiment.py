@@ -31,7 +31,7 @@ FULL = ("code", "paper")
 
 NOT_RUN = "not run"
 BEYOND_SCALE = "not decided at this scale"
-BUDGET = frozenset(("text", "steps", "d_model"))
+BUDGET = frozenset(("text", "steps", "d_model", "device"))
 """Departures from the paper after which a training has not its data or its budget."""
 
 
@@ -304,10 +304,14 @@ class Experiment:
         decides = self.scales[scale].decides if scale else True
         if scale in FULL and not self.is_full(results.records):
             decides = ()
-        claims = self.claims(results)
-        decided = [decides if isinstance(decides, bool) else claim.text in decides for claim in claims]
-        beyond = [replace(claim, holds=None, needs=self.decided_by) for claim in claims]
-        return [claim if by else other for claim, other, by in zip(claims, beyond, decided, strict=True)]
+
+        def decided(claim: Claim) -> bool:
+            return decides if isinstance(decides, bool) else claim.text in decides
+
+        def beyond(claim: Claim) -> Claim:
+            return replace(claim, holds=None, needs=self.decided_by)
+
+        return [claim if decided(claim) else beyond(claim) for claim in self.claims(results)]
 
     def is_full(self, records: Sequence[CellRecord]) -> bool:
         """Return whether results have the paper's data and budget."""

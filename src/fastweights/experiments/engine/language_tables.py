@@ -18,18 +18,10 @@ from typing import Any
 from fastweights.data.manifest import sets
 from fastweights.data.text.corpus import Corpus
 from fastweights.data.text.documents import mark_documents
+from fastweights.experiments.engine import runner
 from fastweights.experiments.engine.corpora import SPLITS, WIKITEXT2, WIKITEXT103, corpus_of, make_inputs
 from fastweights.experiments.engine.experiment import About, Claim, Experiment, Plot, Results, Scale, storable
 from fastweights.experiments.engine.perplexity import Shown, entry, table
-from fastweights.experiments.engine.runner import (
-    Trainable,
-    check_settings,
-    kept,
-    runner,
-    stored,
-    training_entries,
-    training_of,
-)
 from fastweights.experiments.engine.shape import Shape
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig, check_forgets
 from fastweights.training.engine.config import TrainingConfig
@@ -40,7 +32,7 @@ from fastweights.training.tasks.language import FIELDS, LanguageTask, plan
 INPUTS = ("corpus", "set")
 _SCORE: Shape = {"ppl": float | None}
 _SCORES: Shape = {"valid": _SCORE, "test": _SCORE, "state_size?": int, "mem_len?": int}
-STORED = stored({"words": int}, {**_SCORES, "evaluations?": [_SCORES]})
+STORED = runner.stored({"words": int}, {**_SCORES, "evaluations?": [_SCORES]})
 SEEDS = (1111,)
 """The authors' seed; the paper has one run of each model."""
 
@@ -207,7 +199,7 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
         scale: str, model: str, size: int, seed: int, corpus: Mapping[str, Any], set: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         at, row = scales[scale].options["language"], MODELS[model]
-        check_settings(FIELDS, set)
+        runner.check_settings(FIELDS, set)
         choice = {"preset": at.presets[size], **row.choice, **at.settings, "seed": seed, **set}
         found = plan(corpus["words"], **choice)
         if row.wide:
@@ -216,27 +208,20 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
         task = found.task
         if task["documents"] != "none":
             check_forgets(found.model)
-        training = training_entries(found.training)
-        return {
-            "scale": scale,
-            "model": model,
-            "rule": found.model.rule if found.model.mixer == "fast_weight" else "none",
-            "size": size,
-            "seed": seed,
-            "corpus": dict(corpus),
-            "set": dict(set),
-            "steps": training["steps"],
-            "segment": task["segment"],
-            "batch_size": task["batch_size"],
-            "eval_batch": task["eval_batch"],
-            "context": task["context"],
-            "excerpt": at.excerpt,
-            "network": storable(found.model.to_dict()),
-            "training": training,
-            "evaluations": _evaluations(at, found.model.mixer, task["context"]),
-            **({} if task["documents"] == "none" else {"documents": task["documents"]}),
-            **({} if task["order"] == "stream" else {"order": task["order"]}),
-        }
+        rule = found.model.rule if found.model.mixer == "fast_weight" else "none"
+        # Named only where they are not the default: older cells keep their names.
+        usual = {"documents": "none", "order": "stream"}
+        return runner.entries(
+            (scale, model, size, seed),
+            {"corpus": corpus, "set": set},
+            found.training,
+            rule=rule,
+            **{name: task[name] for name in ("segment", "batch_size", "eval_batch", "context")},
+            excerpt=at.excerpt,
+            network=storable(found.model.to_dict()),
+            evaluations=_evaluations(at, found.model.mixer, task["context"]),
+            **{name: task[name] for name, value in usual.items() if task[name] != value},
+        )
 
     return configure
 
@@ -255,7 +240,7 @@ def build(config: Mapping[str, Any], data: Path | None) -> tuple[LanguageTask, T
     """Return the task and the training of a cell."""
     corpus, network = corpus_of(config, data), LanguageModelConfig.from_dict(config["network"])
     task = LanguageTask(network, corpus, eval_batch=config["eval_batch"], **cutting(config))
-    return task, training_of(config, log_every=min(200, max(1, config["steps"] // 50)))
+    return task, runner.training_of(config, log_every=min(200, max(1, config["steps"] // 50)))
 
 
 def cutting(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,13 +276,13 @@ def _evaluate(
             result = evaluate.measure(model, stream, how)
             return {"loss": result.loss, "ppl": result.ppl, "tokens": result.tokens}
 
-        found[split] = kept(folder / "eval" / f"{split}-{how.slug}.json", measure)
+        found[split] = runner.kept(folder / "eval" / f"{split}-{how.slug}.json", measure)
     if how.mem_len is not None:
         model.set_memory(how.mem_len, how.clamp_len)
     return {**found, "state_size": model.state_size(how.segment)}
 
 
-run = runner(Trainable(build, score))
+run = runner.runner(runner.Trainable(build, score))
 
 
 _WORDS_OF_A_PASS = {"wikipedia-100m": ("Wikipedia", 103_800_000)}

@@ -60,6 +60,14 @@ def lower(results: Results, model: str, other: str, text: str, paper: str) -> Cl
     return Claim(text, _by_size(compared), paper, every(verdicts + [None] * missing))
 
 
+def delta_is_lower(
+    results: Results, paper: Mapping[int, Mapping[str, Pair]], pairs: Mapping[str, tuple[str, str]]
+) -> list[Claim]:
+    """Judge for each feature map that its model with the delta rule is lower than that with the sum rule."""
+    text = "the delta rule has a lower perplexity than the sum rule"
+    return [lower(results, *pair, f"{name}: {text}", against(paper, *pair)) for name, pair in pairs.items()]
+
+
 def _by_size(pairs: Mapping[int, tuple[Pair, Pair]]) -> str:
     """Return the perplexities of two models, with the size where there are several."""
     found = {size: f"{show_pair(ours)} against {show_pair(theirs)}" for size, (ours, theirs) in pairs.items()}
@@ -111,13 +119,11 @@ def beside_ours(pair: Shown | None, size: int, theirs: int) -> tuple[str, str]:
     return valid, test
 
 
-def lower_in_all(results: Results, pairs: Sequence[tuple[str, str]], text: str, paper: str) -> Claim:
-    """Judge `lower` for every pair of models; undecided while some are missing and none was lost."""
-    claims = [lower(results, *pair, text, paper) for pair in pairs]
-    ran = [claim for claim in claims if claim.ours != NOT_RUN]
-    if not ran:
-        return Claim(text, NOT_RUN, paper, None)
-    return Claim(text, "; ".join(claim.ours for claim in ran), paper, every([claim.holds for claim in claims]))
+def all_of(claims: Sequence[Claim], text: str) -> Claim:
+    """Judge these claims together; undecided while one is, unless another fails."""
+    ran = [claim.ours for claim in claims if claim.ours != NOT_RUN]
+    paper = "; ".join(claim.paper for claim in claims)
+    return Claim(text, "; ".join(ran) or NOT_RUN, paper, every([claim.holds for claim in claims]))
 
 
 def entry(pair: Shown | None) -> dict[str, Any] | None:

@@ -165,11 +165,18 @@ def check_settings(fields: Fields, settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is not for --set: it follows from {OWN_OPTIONS[name]}")
 
 
-def training_entries(training: TrainingConfig) -> dict[str, Any]:
-    """Return the entries of a cell's configuration about its training: all that can change its result."""
+def entries(
+    place: tuple[str, str, int, int], given: Mapping[str, Mapping[str, Any]], training: TrainingConfig, **more: Any
+) -> dict[str, Any]:
+    """Return the configuration of a cell at a place (scale, model, size, seed): the inputs, its training and `more`.
+
+    Of the training, it has all that can change the result.
+    """
     free = TrainingConfig.free() - {"eval_every"}
-    entries: dict[str, Any] = storable({n: value for n, value in training.describe().items() if n not in free})
-    return entries
+    about = storable({name: value for name, value in training.describe().items() if name not in free})
+    where = dict(zip(("scale", "model", "size", "seed"), place, strict=True))
+    inputs = {name: dict(value) for name, value in given.items()}
+    return {**where, **inputs, "steps": about["steps"], **more, "training": about}
 
 
 def kept(path: Path, measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:

@@ -15,17 +15,9 @@ from typing import Any
 from fastweights.data.manifest import NUMBERS, layout, read_manifest, sets
 from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.prepare import prepare
+from fastweights.experiments.engine import runner
 from fastweights.experiments.engine.corpora import inputs_from, load_corpus, name_with_warning
 from fastweights.experiments.engine.experiment import BadInput, Scale, storable
-from fastweights.experiments.engine.runner import (
-    Trainable,
-    check_settings,
-    kept,
-    runner,
-    stored,
-    training_entries,
-    training_of,
-)
 from fastweights.inference.translate import translate
 from fastweights.models.translation_config import POSITIONS, TranslationModelConfig, idle_fields
 from fastweights.training.engine.config import TrainingConfig
@@ -35,7 +27,9 @@ from fastweights.training.tasks.translation import FIELDS, TranslationTask, plan
 
 INPUTS = ("corpus", "set")
 SPLITS = ("valid", "test")
-STORED = stored({"pieces": int}, {"valid?": {"bleu": float}, "test?": {"bleu": float}, "samples?": [(str, str, str)]})
+STORED = runner.stored(
+    {"pieces": int}, {"valid?": {"bleu": float}, "test?": {"bleu": float}, "samples?": [(str, str, str)]}
+)
 SAMPLES = 3
 """Translations that are kept to be read: of the test set, or without one of the validation set."""
 
@@ -131,27 +125,21 @@ def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
         if size not in at.presets:
             known = ", ".join(f"{width} ({preset})" for width, preset in at.presets.items())
             raise ValueError(f"at scale {scale} d_model is one of {known}, got {size}")
-        check_settings(FIELDS, set)
+        runner.check_settings(FIELDS, set)
         _check_used(model, set)
         shared = {"preset": at.presets[size], "attention": row.attention, **at.settings, "seed": seed, **set}
         d_key = plan_translation(corpus["pieces"], **shared).model.d_head
         found = plan_translation(corpus["pieces"], **{**row.choice(d_key), **shared})
-        training = training_entries(found.training)
-        return {
-            "scale": scale,
-            "model": model,
-            "rule": "none" if row.attention == "softmax" else found.model.rule,
-            "size": size,
-            "seed": seed,
-            "corpus": dict(corpus),
-            "set": dict(set),
-            "steps": training["steps"],
-            "d_dot": found.model.d_dot(row.attention),
-            "network": storable(found.model.to_dict()),
-            "batches": storable(found.task),
-            "training": training,
-            "decoding": {"beam": at.beam, "length_penalty": at.length_penalty, "sentences": at.sentences},
-        }
+        return runner.entries(
+            (scale, model, size, seed),
+            {"corpus": corpus, "set": set},
+            found.training,
+            rule="none" if row.attention == "softmax" else found.model.rule,
+            d_dot=found.model.d_dot(row.attention),
+            network=storable(found.model.to_dict()),
+            batches=storable(found.task),
+            decoding={"beam": at.beam, "length_penalty": at.length_penalty, "sentences": at.sentences},
+        )
 
     return configure
 
@@ -172,7 +160,7 @@ def _check_used(model: str, settings: Mapping[str, Any]) -> None:
 def build(config: Mapping[str, Any], data: Path | None) -> tuple[TranslationTask, TrainingConfig]:
     """Return the task and the training of a cell."""
     model, corpus = TranslationModelConfig.from_dict(config["network"]), load_corpus(ParallelCorpus, config, data)
-    settings = training_of(config, log_every=min(100, max(1, config["steps"] // 50)))
+    settings = runner.training_of(config, log_every=min(100, max(1, config["steps"] // 50)))
     return TranslationTask(model, corpus, seed=config["seed"], **config["batches"]), settings
 
 
@@ -189,7 +177,7 @@ def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: st
         def measure(split: str = split) -> dict[str, Any]:
             return _translate(model, corpus, split, config["decoding"], device)
 
-        found[split] = kept(folder / "eval" / f"{split}-table1.json", measure)
+        found[split] = runner.kept(folder / "eval" / f"{split}-table1.json", measure)
         samples = found[split].pop("samples")
     return {**found, "samples": samples}
 
@@ -211,4 +199,4 @@ def _translate(model: Any, corpus: ParallelCorpus, split: str, how: Mapping[str,
     }
 
 
-run = runner(Trainable(build, score))
+run = runner.runner(runner.Trainable(build, score))

@@ -11,7 +11,7 @@ trains "base" on any sentence pairs; the page and every cell say which they were
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from fastweights.experiments.engine.experiment import (
     Scale,
     Table,
 )
-from fastweights.experiments.engine.perplexity import every
+from fastweights.experiments.engine.perplexity import all_of, every
 from fastweights.experiments.engine.translation_tables import (
     INPUTS,
     MODELS,
@@ -158,24 +158,15 @@ def _higher(results: Results, model: str, other: str, text: str, margin: float =
     return Claim(text, f"{show(ours)} against {show(theirs)}", _paper(model, other), ahead)
 
 
-def _all(claims: Sequence[Claim], text: str) -> Claim:
-    """Judge all of these together; undecided while one is, unless another fails."""
-    ran = [claim for claim in claims if claim.ours != NOT_RUN]
-    paper = "; ".join(claim.paper for claim in claims)
-    if not ran:
-        return Claim(text, NOT_RUN, paper, None)
-    return Claim(text, "; ".join(claim.ours for claim in ran), paper, every([claim.holds for claim in claims]))
-
-
 def claims(results: Results) -> list[Claim]:
     rising = [("performer-4", "performer-1"), ("performer-8", "performer-4")]
     return [
-        _all(
+        all_of(
             [_higher(results, model, "linear", "") for model in ("dpfp-2", "dpfp-4")],
             "DPFP has a higher BLEU than Linear, with either ν",
         ),
         _higher(results, "dpfp-2", "performer-4", "DPFP has a higher BLEU than the Performer at d_dot = 4 d_key"),
-        _all([_higher(results, *pair, "") for pair in rising], "The Performer's BLEU rises with its d_dot"),
+        all_of([_higher(results, *pair, "") for pair in rising], "The Performer's BLEU rises with its d_dot"),
         _higher(
             results,
             "performer-8",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from fastweights.experiments.engine import language_tables
 from fastweights.experiments.engine.experiment import About, Claim, Results
-from fastweights.experiments.engine.perplexity import Pair, against, best_of, lower
+from fastweights.experiments.engine.perplexity import Pair, best_of, delta_is_lower
 
 PAPER: dict[int, dict[str, Pair]] = {
     128: {
@@ -44,15 +44,11 @@ ABOUT = About(
 
 
 def claims(results: Results) -> list[Claim]:
-    texts = {
-        ("delta", "linear"): "ELU + 1: the delta rule has a lower perplexity than the sum rule",
-        ("performer-delta", "performer"): "Performer: the delta rule has a lower perplexity than the sum rule",
-    }
+    pairs = {"ELU + 1": ("delta", "linear"), "Performer": ("performer-delta", "performer")}
+    best = "The Transformer has the lowest perplexity"
     return [
-        *(lower(results, *pair, text, against(PAPER, *pair)) for pair, text in texts.items()),
-        best_of(
-            results, "transformer", LABELS, "The Transformer has the lowest perplexity", "33.0 / 34.1; 27.9 / 29.6"
-        ),
+        *delta_is_lower(results, PAPER, pairs),
+        best_of(results, "transformer", LABELS, best, "33.0 / 34.1; 27.9 / 29.6"),
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fastweights.experiments.engine import language_tables
 from fastweights.experiments.engine.experiment import About, Claim, Results
-from fastweights.experiments.engine.perplexity import Pair, against, best_of, lower_in_all
+from fastweights.experiments.engine.perplexity import Pair, against, all_of, best_of, lower
 
 PAPER: dict[str, Pair] = {
     "delta-norm": (30.4, 32.1),
@@ -40,8 +40,7 @@ def claims(results: Results) -> list[Claim]:
 
 
 def pairwise(results: Results, pairs: list[tuple[str, str]], text: str) -> Claim:
-    paper = "; ".join(against({256: PAPER}, *pair) for pair in pairs)
-    return lower_in_all(results, pairs, text, paper)
+    return all_of([lower(results, *pair, text, against({256: PAPER}, *pair)) for pair in pairs], text)
 
 
 EXPERIMENT = language_tables.experiment(ABOUT, LABELS, SCALES, claims, {256: PAPER})

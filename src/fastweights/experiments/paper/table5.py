@@ -10,7 +10,7 @@ import math
 
 from fastweights.experiments.engine import language_tables
 from fastweights.experiments.engine.experiment import NOT_RUN, About, Claim, Results
-from fastweights.experiments.engine.perplexity import Pair, against, lower, mean
+from fastweights.experiments.engine.perplexity import Pair, delta_is_lower, mean
 
 PAPER: dict[str, Pair] = {
     "transformer": (33.0, 34.1),
@@ -31,18 +31,8 @@ ABOUT = About(
 
 
 def claims(results: Results) -> list[Claim]:
-    by_size = {128: PAPER}
-    texts = {
-        (
-            "performer-wide-delta",
-            "performer-wide",
-        ): "Performer: the delta rule has a lower perplexity than the sum rule",
-        ("dpfp-1-delta", "dpfp-1"): "DPFP-1: the delta rule has a lower perplexity than the sum rule",
-    }
-    return [
-        *(lower(results, *pair, text, against(by_size, *pair)) for pair, text in texts.items()),
-        larger_improvement(results),
-    ]
+    pairs = {"Performer": ("performer-wide-delta", "performer-wide"), "DPFP-1": ("dpfp-1-delta", "dpfp-1")}
+    return [*delta_is_lower(results, {128: PAPER}, pairs), larger_improvement(results)]
 
 
 def larger_improvement(results: Results) -> Claim:
