@@ -108,7 +108,7 @@ SMOKE = LanguageScale(
 # A memory of 7 and a segment of 1 hold as many numbers as the fast weights: (7 + 1) x 2 x 64 = 4 x 16 x 16.
 SMALL = LanguageScale(
     presets={64: "tiny"},
-    settings={"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 256, "segment": 64, "batch_size": 16, "steps": 400},
+    settings={"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 256, "segment": 64, "batch_size": 16, "steps": 300},
     stride=32,
     memories=((7, 1), (16, 16), (32, 32), (64, 64)),
     rows=32,
@@ -120,7 +120,7 @@ WIKIPEDIA = LanguageScale(presets={128: "small"}, settings={"steps": 21_000, "pr
 
 SMOKE_NOTE = "Four steps of training on 600 words: a check that everything runs, not a result."
 SMALL_NOTE = (
-    "A model of 2 layers with D = 64 and L = 64, trained for 400 steps (0.4 M words) on the documentation that comes "
+    "A model of 2 layers with D = 64 and L = 64, trained for 300 steps (0.3 M words) on the documentation that comes "
     "with Python in place of WikiText-103. It shows that the models learn, not how they compare when they are trained "
     "as in the paper."
 )
