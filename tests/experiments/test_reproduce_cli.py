@@ -86,7 +86,7 @@ def test_a_selection_may_leave_a_figure_out(run, training):
         (["reproduce", "fig2", "--seeds", "-1"], "--seeds takes whole numbers of at least 0"),
         (["reproduce", "fig4", "--sizes", "20"], "leaves nothing to run at scale small: fig4 has sizes"),
         (["reproduce", "fig2", "--device", "gpu"], "unknown device 'gpu'"),
-        (["reproduce", "fig2", "--device", "cuda:99"], "is not there"),
+        (["reproduce", "fig2", "--device", "cuda:99"], "does not exist"),
         (["reproduce", "fig2", "--device", "meta"], "not supported"),
         (["reproduce", "fig2", "--jobs", "0"], "--jobs must be at least 1"),
         (["reproduce", "fig2", "--data", "x"], "--data is for language and translation models, not for fig2"),
