@@ -166,6 +166,7 @@ def test_the_list_of_experiments_as_json(tmp_path):
         "scales": {},
         "results": None,
     }
-    assert all(set(row["scales"]) == set(SCALES) and row["scales"]["small"]["cells"] > 0 for row in listed)
+    assert all(set(SCALES) <= set(row["scales"]) and row["scales"]["small"]["cells"] > 0 for row in listed)
+    assert all(set(row["scales"]) == set(EXPERIMENTS[row["name"]].scales) for row in listed)
     alone = run("reproduce", "fig1", "--json", "--out", str(tmp_path))
     assert alone.exit_code == 2 and "--json is for --list" in alone.stderr
