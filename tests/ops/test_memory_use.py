@@ -145,12 +145,12 @@ def test_kernels_over_groups_hold_nothing_that_is_not_needed(monkeypatch):
     from fastweights.ops.gpu.memory import plan as launch
 
     monkeypatch.setattr(launcher, "_planned", {})
-    for name in ("invert_chunks", "walk_forward", "walk_backward", "chunk_gradients"):
+    for name in ("prepare_chunks", "walk_forward", "walk_backward", "chunk_gradients"):
         monkeypatch.setattr(launch, name, NoKernel(getattr(launch, name)))
     monkeypatch.setattr(walks, "scan_groups", NoKernel(walks.scan_groups))
     B, T, H, D = 1, 32768, 16, 128
     config, dtype = configuration(D, D, torch.bfloat16, B * H, T), torch.bfloat16
-    assert (config.groups, config.chunk, isinstance(config, SplitWalk)) == (16, 32, True)
+    assert (config.groups, config.chunk, config.step, isinstance(config, SplitWalk)) == (8, 64, 32, True)
     q, k, v = (torch.empty(B, T, H, D, dtype=dtype, device="meta") for _ in range(3))
     gates = (None, torch.empty(B, T, H, device="meta"), None)
     with Peak() as peak:
@@ -159,11 +159,11 @@ def test_kernels_over_groups_hold_nothing_that_is_not_needed(monkeypatch):
         y, _last, *kept = plan.forward(tokens, None, None, True)
         plan.backward(tokens, y, None, kept, None, False)
     mib = {
-        "states before chunks, gradients of those after": 2 * 512,
-        "inverses": 32,
+        "states before chunks, gradients of those after": 2 * 256,
+        "inverses, scores": 2 * 32,
         "y, errors": 2 * 128,
-        "dq, dk, dv, the right side's gradient": 4 * 128,
+        "dq, dk, dv": 3 * 128,
         "the gate's gradient": 2,
-        "what groups make of a state, the last state": 16 + 1,
+        "what groups make of a state, the last state": 8 + 1,
     }
     assert sum(mib.values()) <= peak.bytes / 2**20 < sum(mib.values()) + 0.01

@@ -38,7 +38,7 @@ from fastweights.ops.gpu.memory.kernels import recurrent_forward as token_forwar
 # Bytes of shared memory that one block may ask for.
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 KERNELS = (
-    *("invert_chunks", "walk_forward", "walk_backward", "chunk_gradients", "scan_groups"),
+    *("prepare_chunks", "walk_forward", "walk_backward", "chunk_gradients", "scan_groups"),
     *("walk_tokens_forward", "walk_tokens_backward"),
 )
 POINTERS = {

@@ -279,6 +279,26 @@ def test_a_group_is_worth_its_launches():
 
 
 @inside
+@pytest.mark.parametrize("bounds", [None, [0, 5, 5, 43, 75]], ids=["one", "packed"])
+@pytest.mark.parametrize("rule", ["delta", "gated_delta", "decay"])
+def test_chunks_that_walks_take_in_steps(rule, bounds):
+    """Also a sequence that ends in the first step of a chunk, and one that ends in the second."""
+    run_both(a_problem(rule, T=75, bounds=bounds), replace(SPLIT, chunk=32, steps=2))
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kernels", [FUSED, SPLIT], ids=["fused", "split"])
+def test_decays_from_all_to_nothing(kernels, dtype):
+    """A memory that is emptied, one that all but is, one that fades fast or hardly at all: no division, no infinity."""
+    problem = a_problem("gated_delta", T=33, H=1, dtype=dtype)
+    logarithms = torch.tensor([-1e-7, -100.0, -0.01, -5.0, float("-inf"), -0.1, -50.0, 0.0], dtype=torch.float64)
+    problem.gates["decay"][:] = logarithms.exp()[torch.arange(33) % 8].reshape(1, 33, 1).to(dtype)
+    precision = IEEE if dtype == torch.float64 else TF32X3
+    run_both(problem, replace(kernels, precision=precision, solve=precision))
+
+
+@inside
 def test_every_key_the_same():
     """The inverse's entries stay small where powers of its matrix would not."""
     problem = a_problem("delta", T=64, H=1, D=8, M=8, dtype=torch.float32)

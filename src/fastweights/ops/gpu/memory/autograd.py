@@ -42,7 +42,7 @@ def _prove(signature: WalkSignature | StepSignature, q: Tensor) -> None:
 def _forward(
     tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool, *settings: Any
 ) -> Sequence[Tensor]:
-    """Return y in `dtype`, the final W, and with `keep` the chunks' states (slots, H, M, D), inverses (slots, H, C, C).
+    """Return y in `dtype`, the final W, and with `keep` the chunks' states (slots, H, M, D), their tiles.
 
     Then, of a rule that erases, the tokens' errors (B, T, H, M); last the groups' transitions (groups, H, D, D). The
     settings are whether the write gate is the erase gate, and w None, the variant as integers, and the `Features`.
@@ -90,7 +90,7 @@ OPERATOR = Operator(
     _forward,
     _backward,
     f"bool tied, SymInt[] variant, {_FEATURES}",
-    {"states": 1, "inverses": 1, "errors": 2, "transitions": 1},
+    {"states": 1, "tiles": 1, "errors": 2, "transitions": 1},
     _empty,
     state_size=lambda q, tied, variant, *features: Features(*features).size(q.shape[3]),
     plan=_plan,

@@ -58,7 +58,7 @@ class Buffers:
         self.y = Buffer(tuple(v.shape), dtype, device)
         self.state = Buffer(state, wide, device)
         shapes = kept_shapes((B, T, H, D), M, gates[1] is not None, packed, variant)
-        self.states, self.inverses, self.errors = (Buffer(shape, kept, device) for shape in shapes)
+        self.states, self.tiles, self.errors = (Buffer(shape, kept, device) for shape in shapes)
         self.dq = Buffer(tuple(q.shape), q.dtype, device)
         self.dv = Buffer(tuple(v.shape), q.dtype, device)
         self.dright = Buffer(tuple(v.shape), kept, device)

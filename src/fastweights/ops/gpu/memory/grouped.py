@@ -43,7 +43,7 @@ class Groups:
     def forward(
         self, tokens: Tokens, W: Tensor | None, cu_seqlens: Tensor | None, keep: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return y, the final W, with `keep` chunks' states, inverses and tokens' errors, and groups' transitions."""
+        """Return y, the final W, with `keep` chunks' states, tiles and tokens' errors, and groups' transitions."""
         with torch.cuda.device_of(tokens[0]):
             bounds, walks, tokens = self._walks(tokens)
             walks.compile_ahead(keep)
@@ -52,15 +52,15 @@ class Groups:
             # What each group makes of no state, and of every unit vector.
             nothing = v.new_zeros(D).expand(B, T, H, D)
             unit = torch.eye(D, dtype=wide, device=q.device).expand(groups, H, D, D).contiguous()
-            _, changes, _, inverses, _ = walks.forward(tokens, None, bounds, False, read=False)
+            _, changes, _, tiles, _ = walks.forward(tokens, None, bounds, False, read=False)
             empty = (q, k, nothing, a, e, w)
             square = plan(empty, groups, bounds, self.how, grouped=True)
-            _, transitions, *_ = square.forward(empty, unit, bounds, False, False, inverses)
+            _, transitions, *_ = square.forward(empty, unit, bounds, False, False, tiles)
             starts = _scan(B, transitions, changes, W, back=False)
             # The last walk takes the most memory.
             del changes, unit
-            y, W_end, states, inverses, errors = walks.forward(tokens, starts, bounds, keep, inverses=inverses)
-            return y, _one_of_each(B, W_end, -1), states, inverses, errors, transitions
+            y, W_end, states, tiles, errors = walks.forward(tokens, starts, bounds, keep, tiles=tiles)
+            return y, _one_of_each(B, W_end, -1), states, tiles, errors, transitions
 
     def backward(
         self, tokens: Tokens, dy: Tensor, dW_end: Tensor | None, kept: Kept, cu_seqlens: Tensor | None, wants_dW: bool

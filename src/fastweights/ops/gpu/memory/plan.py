@@ -15,7 +15,7 @@ from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory.buffers import Buffers
 from fastweights.ops.gpu.memory.kernels.backward import walk_backward
 from fastweights.ops.gpu.memory.kernels.chunk_gradients import chunk_gradients
-from fastweights.ops.gpu.memory.kernels.forward import invert_chunks, walk_forward
+from fastweights.ops.gpu.memory.kernels.forward import prepare_chunks, walk_forward
 from fastweights.ops.gpu.memory.kernels.options import Options
 from fastweights.ops.gpu.memory.launcher import Dtypes, Launch, dtype_of, kind_of, planned, side_by_side
 from fastweights.ops.gpu.memory.strides import REACH, Strides, addressable
@@ -82,10 +82,8 @@ class Plan:
         self.sequences, self.columns = (B if grouped else N), N * H
         bounds = cu_seqlens if self.packed else None
         self.buffers = Buffers(tokens, (N, H, D, M), bounds, dtype, wide, variant)
-        # What the walk back leaves to another launch is dv itself, unless dv is scaled or rounded.
-        self.separate = isinstance(variant, SplitWalk) and (
-            tied or gates[2] is not None or self.buffers.kept_dtype != v.dtype
-        )
+        # What the walk back leaves to another launch stands where that will write dv, unless dv is of another dtype.
+        self.separate = isinstance(variant, SplitWalk) and self.buffers.kept_dtype != v.dtype
         self.dtypes = (q.dtype, dtype, wide, self.buffers.kept_dtype)
         self.gate_dtypes = (dtype_of(gates[0]), dtype_of(gates[1]), dtype_of(gates[2]))
         self.bounds_dtype = dtype_of(cu_seqlens)
@@ -93,7 +91,8 @@ class Plan:
             **map_options(features, R),
             H=H,
             M=M,
-            C=variant.chunk,
+            C=variant.step,
+            steps=variant.chunk // variant.step,
             block_R=power_of_two(R),
             block_D=power_of_two(D),
             decay=gates[0] is not None,
@@ -102,13 +101,15 @@ class Plan:
             tied=tied,
             packed=cu_seqlens is not None,
             grouped=grouped,
+            prepared=variant.prepared,
+            planes=int(variant.prepared) + int(gates[1] is not None),
             gather=isinstance(variant, ChunkedWalk) and variant.gather,
             operand=TYPES[self.buffers.kept_dtype],
             acc=TYPES[wide],
             precision="ieee" if variant.precision == HALF else variant.precision,
             solve=variant.solve if isinstance(variant, ChunkedWalk) else "ieee",
         )
-        self.invert = self._invert() if variant.prepared and gates[1] is not None else None
+        self.prepare = self._prepare() if variant.prepared else None
         self.walks = {read: self._walk(read) for read in (True, False)}
         self.backs: dict[Any, tuple[Launch, Launch | None]] = {}
         self.compiled_ahead = False
@@ -120,28 +121,28 @@ class Plan:
         cu_seqlens: Tensor | None,
         keep: bool,
         read: bool = True,
-        inverses: Tensor | None = None,
+        tiles: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return y, the final W and, where they are kept, the chunks' first states and inverses and the tokens' errors.
+        """Return y, the final W and, where they are kept, the chunks' first states and tiles and the tokens' errors.
 
-        Without `read`, y is the values. Inverses that are known already may be given.
+        Without `read`, y is the values. Tiles that are known already may be given.
         """
         if self.index is not None and self.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                return self.forward(tokens, W, cu_seqlens, keep, read, inverses)
+                return self.forward(tokens, W, cu_seqlens, keep, read, tiles)
         buffers = self.buffers
         q, k, v, a, e, w = self.layout.prepare(tokens)
         y = buffers.y() if read else v
         W_end = buffers.state()
         states, errors = (buffers.states(), buffers.errors()) if keep else (buffers.unkept, buffers.unkept)
-        if inverses is None or self.invert is None:
-            inverses = buffers.inverses() if keep or self.invert is not None else buffers.unkept
-            if self.invert is not None:
-                self.invert((k, (a, e), cu_seqlens if self.packed else None, inverses), self.sequences, self.T)
+        if tiles is None or self.prepare is None:
+            tiles = buffers.tiles() if keep or self.prepare is not None else buffers.unkept
+            if self.prepare is not None:
+                self.prepare((q, k, (a, e), cu_seqlens if self.packed else None, tiles), self.sequences, self.T)
         first = buffers.nothing if W is None else W.contiguous()
-        tensors = (q, k, v, (a, e, w), first, cu_seqlens, y, W_end, states, inverses, errors)
+        tensors = (q, k, v, (a, e, w), first, cu_seqlens, y, W_end, states, tiles, errors)
         self.walks[read](tensors, self.T, int(keep), int(W is not None))
-        return y, W_end, states, inverses, errors
+        return y, W_end, states, tiles, errors
 
     def backward(
         self, tokens: Tokens, dy: Tensor, dW_end: Tensor | None, kept: Kept, cu_seqlens: Tensor | None, wants_dW: bool
@@ -166,7 +167,7 @@ class Plan:
 
         `only_state` leaves all gradients but that of W undone.
         """
-        buffers, (states, inverses, errors) = self.buffers, kept[:3]
+        buffers, (states, tiles, errors) = self.buffers, kept[:3]
         dy, walk, chunks = self._back(dy, only_state)
         q, k, v, *gates = self.layout.prepare(tokens)
         inputs = (q, k, v, tuple(gates))
@@ -179,7 +180,7 @@ class Plan:
         dlast = buffers.nothing if dW_end is None else dW_end.contiguous()
         dstates = torch.empty_like(states) if split else states
         dright = buffers.dright() if self.separate and not only_state else states if self.separate else dv
-        tensors = (*inputs, cu_seqlens, states, inverses, errors, dy, dlast, dq, dk, dv, dgates, dW, dstates, dright)
+        tensors = (*inputs, cu_seqlens, states, tiles, errors, dy, dlast, dq, dk, dv, dgates, dW, dstates, dright)
         walk(tensors, self.T, int(dW_end is not None), int(wants_dW))
         others = (dv, *dgates, dW if wants_dW else None)
         if chunks is None or only_state:
@@ -188,7 +189,7 @@ class Plan:
 
         def finish() -> Gradients:
             dq, dk = buffers.dq(), buffers.dq()
-            chunks((*before, dq, dk, *after), self.sequences, self.T)
+            chunks((*before, dq, dk, dv, *after), self.sequences, self.T)
             return dq, dk, *others
 
         return finish
@@ -209,7 +210,7 @@ class Plan:
     def launches(self, back: bool) -> list[Launch]:
         """Return all that a forward pass launches, and with `back` a backward pass with contiguous dy."""
         passes = (True, False) if self.options.grouped else (True,)
-        launches = [self.invert, *(self.walks[read] for read in passes)]
+        launches = [self.prepare, *(self.walks[read] for read in passes)]
         if back:
             dy = torch.empty(self.buffers.y.shape, dtype=self.buffers.y.dtype, device="meta")
             for full in passes:
@@ -221,20 +222,22 @@ class Plan:
         self, kernel: Any, grid: int, dtypes: Dtypes, strides: tuple[int, ...], options: Options, pace: tuple[int, int]
     ) -> Launch:
         """Return a launch with (warps, stages) as its `pace`. Walks take three integers, launches over chunks two."""
-        integers = 2 if kernel is invert_chunks or kernel is chunk_gradients else 3
+        integers = 2 if kernel is prepare_chunks or kernel is chunk_gradients else 3
         return Launch(kernel, grid, dtypes, integers, (strides, options), *pace, self.device)
 
-    def _invert(self) -> Launch:
-        """Return the launch for the inverses of all chunks."""
+    def _prepare(self) -> Launch:
+        """Return the launch for what the walks need to know about the tokens of each chunk."""
         data, _, _, kept = self.dtypes
         a, e, _ = self.gate_dtypes
         unit, strides = self.layout.in_units()
-        # What does not change the inverses does not change their kernel.
-        options = replace(self._over_chunks(), M=0, erase=False, write=False, tied=False, unit=unit)
-        warps = self.variant.invert_warps if isinstance(self.variant, SplitWalk) else 1
-        dtypes = (data, (a, e), self.bounds_dtype if self.packed else None, kept)
-        grid = self.buffers.inverses.shape[0] * self.options.H
-        return self._launch(invert_chunks, grid, dtypes, (*strides[2:4], *strides[6:]), options, (warps, 1))
+        # What does not change the tiles does not change their kernel. 16-bit operands leave room for longer tiles.
+        options = replace(self._over_chunks(), M=0, write=False, tied=False, unit=unit)
+        if self.variant.precision == HALF and options.map == "none":
+            options = replace(options, block_D=min(self.options.block_D, 128))
+        warps = self.variant.prepare_warps if isinstance(self.variant, SplitWalk) else 1
+        dtypes = (data, data, (a, e), self.bounds_dtype if self.packed else None, kept)
+        grid = self.buffers.tiles.shape[0] * self.options.H
+        return self._launch(prepare_chunks, grid, dtypes, (*strides[:4], *strides[6:]), options, (warps, 1))
 
     def _over_chunks(self) -> Options:
         """Return the options of launches over chunks: they do not see groups, and take D in tiles."""
@@ -242,7 +245,7 @@ class Plan:
         tile = options.block_D if options.map != "none" else 16
         if isinstance(variant, SplitWalk):
             tile = min(variant.key_tile, options.block_D)
-        return replace(options, packed=self.packed, grouped=False, block_D=tile)
+        return replace(options, steps=1, packed=self.packed, grouped=False, block_D=tile)
 
     def _in_walks(self, unit: int, warps: int, stages: int, **more: Any) -> Options:
         """Return the options of a walk."""
@@ -268,7 +271,7 @@ class Plan:
         pace = (self.variant.forward_warps, self.variant.forward_stages)
         unit, strides = self.layout.in_units()
         block, programs = self._columns()
-        options = self._in_walks(unit, *pace, block_M=block, prepared=self.invert is not None, read=read)
+        options = self._in_walks(unit, *pace, block_M=block, read=read)
         kernel = _recurrent_kernel(back=False) if isinstance(self.variant, RecurrentWalk) else walk_forward
         inputs = (data, data, data, self.gate_dtypes, wide, self.bounds_dtype)
         dtypes = (*inputs, out if read else data, wide, kept, kept, kept)
@@ -292,7 +295,7 @@ class Plan:
         unit, strides = self.layout.in_units(dy)
         fused = not isinstance(self.variant, SplitWalk) and not only_state
         block, programs = self._columns(whole=fused)
-        how = {"fused": fused, "only_state": only_state, "separate": self.separate}
+        how = {"fused": fused, "only_state": only_state}
         options = self._in_walks(unit, *pace, block_M=block, **how)
         kernel = _recurrent_kernel(back=True) if isinstance(self.variant, RecurrentWalk) else walk_backward
         inputs = (data, data, data, self.gate_dtypes, self.bounds_dtype, kept, kept, kept, dy.dtype, wide)
@@ -309,8 +312,10 @@ class Plan:
         several = variant.chunks_per_program
         options = replace(
             self._over_chunks(),
+            C=variant.chunk,
             unit=unit,
             block_M=power_of_two(self.options.M),
+            separate=self.separate,
             chunks_per_program=several,
             both_ways=several > 1 and variant.both_ways and unit > 1,
         )
@@ -318,7 +323,7 @@ class Plan:
         programs = -(-chunks // several) * (1 if self.packed else self.sequences)
         bounds = self.bounds_dtype if self.packed else None
         inputs = (data, data, data, self.gate_dtypes, bounds, kept, kept, dy.dtype)
-        gradients = (data, data, self.gate_dtypes, kept, kept if self.separate else data)
+        gradients = (data, data, data, self.gate_dtypes, kept, kept)
         pace = (variant.gradient_warps, variant.gradient_stages)
         grid = programs * self.options.H
         return self._launch(chunk_gradients, grid, (*inputs, *gradients), strides, options, pace)

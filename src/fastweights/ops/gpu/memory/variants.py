@@ -39,8 +39,13 @@ class Variant:
     backward_stages: int
 
     @property
+    def step(self) -> int:
+        """Tokens that a chunked walk takes at once."""
+        return self.chunk
+
+    @property
     def prepared(self) -> bool:
-        """Whether the chunks' inverses come from a launch of their own, over chunks side by side."""
+        """Whether what the tokens of a chunk make of each other comes from a launch before the walk."""
         return False
 
 
@@ -72,7 +77,7 @@ class FusedWalk(ChunkedWalk):
 
     @property
     def prepared(self) -> bool:
-        # Every group is walked more than once: its inverses are better formed once.
+        # Every group is walked more than once: what is the same each time is better formed once.
         return self.groups > 0
 
 
@@ -80,16 +85,22 @@ class FusedWalk(ChunkedWalk):
 class SplitWalk(ChunkedWalk):
     """The walk back computes what is serial; a second launch over chunks side by side all other gradients."""
 
-    invert_warps: int
-    """Warps of the launch for the inverses."""
+    prepare_warps: int
+    """Warps of the launch for the inverses and scores of all chunks."""
     gradient_warps: int
     """Warps of the launch for the gradients."""
     gradient_stages: int = 1
     """How far the loads of that launch run ahead, over chunks or over tiles of keys."""
     key_tile: int
     """Features of the keys that both launches over chunks take at a time; all of them where keys are mapped on chip."""
+    steps: int = 1
+    """Steps in which the walks take a chunk: shorter ones take fewer registers, the gradients longer chunks."""
     chunks_per_program: int = 1
     """Chunks that a program of the launch for the gradients takes one after the other."""
+
+    @property
+    def step(self) -> int:
+        return self.chunk // self.steps
 
     @property
     def prepared(self) -> bool:
@@ -166,7 +177,7 @@ def _split(
         forward_stages=walk[1],
         backward_warps=walk[0],
         backward_stages=walk[1],
-        invert_warps=1,
+        prepare_warps=1,
         gradient_warps=gradients[0],
         key_tile=gradients[1],
         both_ways=few,
@@ -190,25 +201,25 @@ def _recurrent(forward: tuple[int, int], backward: tuple[int, int]) -> Recurrent
 
 # The largest D and M a row is for, smallest first. float16 takes TF32 products: its range is too short for a state.
 # Rows for 16, 32, 64 and 128 of each, 32 x 16 and 64 x 16 were measured on an H200 with the delta rule in bfloat16,
-# all up to 64 x 64 in float32, and in float16 those of 16, 32 and 64 of each. Eight warps at chunk 64 are miscompiled
-# (Triton 3.6): no row may have them.
+# all up to 64 x 64 in float32, and in float16 those of 16, 32 and 64 of each. Walks of eight warps with steps of 64 are
+# miscompiled (Triton 3.6): no row may have them.
 TABLE: dict[torch.dtype, dict[tuple[int, int], FusedWalk | SplitWalk]] = {
     torch.bfloat16: {
         (16, 16): _fused(16, 16, HALF, 1, 3),
         (32, 16): _fused(16, 16, HALF, 1, 3),
         (32, 32): _fused(16, 32, HALF, 1, 4),
         (64, 16): _fused(16, 16, HALF, 1, 3),
-        # Not the row below: chunks of 64 with fewer than 64 values have ended in an illegal memory access.
-        (64, 32): _split(32, 32, HALF, (4, 2), (4, 64)),
-        (64, 64): _split(64, 64, HALF, (4, 2), (4, 64)),
-        (128, 128): _split(32, 64, HALF, (4, 2), (4, 128), backward_stages=3),
-        (256, 256): _split(32, 32, HALF, (8, 2), (8, 64)),
+        (64, 32): _split(64, 32, HALF, (4, 3), (4, 64), steps=2),
+        (64, 64): _split(64, 64, HALF, (4, 3), (4, 64), steps=2),
+        (128, 128): _split(64, 64, HALF, (4, 3), (4, 64), steps=2),
+        (128, 256): _split(64, 64, HALF, (4, 3), (8, 64), steps=2),
+        (256, 256): _split(64, 32, HALF, (8, 2), (8, 64), steps=2),
         (512, 256): _split(16, 16, HALF, (8, 1), (8, 64)),
     },
     torch.float16: {
         (32, 16): _fused(16, 16, TF32, 1, 3),
         (32, 32): _fused(16, 32, TF32, 2, 3),
-        (64, 64): _split(16, 32, TF32, (2, 2), (4, 32)),
+        (64, 64): _split(16, 32, TF32, (2, 2), (4, 64)),
         (128, 128): _split(16, 32, TF32, (4, 2), (8, 32)),
         (512, 256): _split(16, 16, TF32, (8, 1), (8, 32)),
     },
@@ -217,8 +228,8 @@ TABLE: dict[torch.dtype, dict[tuple[int, int], FusedWalk | SplitWalk]] = {
         (32, 16): _split(16, 16, TF32X3, (1, 3), (1, 32), chunks_per_program=4, gradient_stages=2),
         (32, 32): _split(16, 32, TF32X3, (2, 3), (2, 32), chunks_per_program=6, gradient_stages=3),
         # Four warps transpose a tile well, but `prefetch` loads for each operand only with `both_ways`.
-        (64, 64): _split(16, 32, TF32X3, (4, 2), (4, 32), gradient_stages=2, both_ways=True, prefetch=True),
-        (512, 256): _split(16, 16, TF32X3, (8, 1), (8, 16)),
+        (64, 64): _split(16, 32, TF32X3, (4, 2), (4, 64), both_ways=True, prefetch=True),
+        (512, 256): _split(16, 16, TF32X3, (8, 1), (8, 64)),
     },
     # The interpreter only: tests compare gradients with finite differences in it.
     torch.float64: {(512, 256): _split(16, 32, IEEE, (4, 1), (4, 64))},
@@ -253,6 +264,8 @@ MAPPED_ROWS: dict[torch.dtype, dict[tuple[int, int], FusedWalk | SplitWalk]] = {
 # walk does not pay. The second half has to be longer, with D up to 64.
 FEW, LONG = 64, 2048
 PROGRAMS, MOST_GROUPS, LEAST_GROUPS, LEAST_CHUNKS = 256, 64, 8, 4
+# Where each takes some of many values, so many programs fill a GPU without groups.
+ENOUGH = 128
 
 
 LARGEST_MAPPED = 256
@@ -262,7 +275,7 @@ LARGEST_M_MAPPED = {128: 128, LARGEST_MAPPED: 32}
 # take 16 bits.
 _LARGEST_M_WALKED = {64: 32, 128: 16}
 # A feature map is computed whole by every kernel, so all D have to fit in one tile of the one for the gradients, which
-# takes registers: (chunk, invert_warps, gradient_warps) of split walks, for up to D.
+# takes registers: (chunk, prepare_warps, gradient_warps) of split walks, for up to D.
 _MAPPED = {32: (16, 1, 2), 64: (32, 2, 4), 128: (16, 4, 8), 256: (16, 8, 8)}
 
 
@@ -277,9 +290,9 @@ def _mapped(row: FusedWalk | SplitWalk, D: int, M: int) -> FusedWalk | SplitWalk
         # One launch each way forms the maps once less: DPFP-3 of the smallest heads takes 0.54 ms instead of 1.64.
         # With `prefetch` both are 3 % slower.
         return _changed(_fused(16, row.columns, HALF, 2, 2), prefetch=False)
-    chunk, invert_warps, gradient_warps = next(row for keys, row in _MAPPED.items() if keys >= D)
-    warps = {"invert_warps": invert_warps, "gradient_warps": gradient_warps}
-    return _changed(row, chunk=min(chunk, row.chunk), key_tile=size, gather=gather, **warps)
+    chunk, prepare_warps, gradient_warps = next(row for keys, row in _MAPPED.items() if keys >= D)
+    warps = {"prepare_warps": prepare_warps, "gradient_warps": gradient_warps}
+    return _changed(row, chunk=min(chunk, row.chunk), steps=1, key_tile=size, gather=gather, **warps)
 
 
 def may_go_by_token(decay: bool, H: int, D: int, M: int) -> bool:
@@ -319,11 +332,11 @@ def candidates(
     else:
         row = _that_hold(TABLE[dtype], D, M)[0]
     # A transition between groups is D x D and has to fit on chip.
-    many = walks > FEW // 2
-    if walks > FEW or T < LONG or D > 128 or (many and (T < 4 * LONG or D > 64)):
+    many, programs = walks > FEW // 2, walks * -(-M // row.columns)
+    if walks > FEW or T < LONG or D > 128 or (many and (T < 4 * LONG or D > 64)) or programs >= ENOUGH:
         return [*found, row]
-    programs = 2 * PROGRAMS if many else PROGRAMS
-    grouped = _changed(row, groups=min(MOST_GROUPS, programs // walks))
+    wanted = 2 * PROGRAMS if many else PROGRAMS
+    grouped = _changed(row, groups=min(MOST_GROUPS, max(LEAST_GROUPS, wanted // programs)))
     return [*found, grouped if group_length(T, None, grouped) else row]
 
 
@@ -354,15 +367,19 @@ def group_length(T: int, cu_seqlens: Tensor | None, variant: Variant) -> int:
 def kept_shapes(
     shape: tuple[int, ...], M: int, erase: bool, cu_seqlens: Tensor | None, variant: Variant
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of states before chunks and of inverses, one slot a chunk, and of the tokens' errors.
+    """Return the shapes of states before chunks and of their tiles Z and P, one slot a chunk, and of tokens' errors.
 
     `shape` is (B, T, H, D) with the D of mapped keys. With packed sequences the number of chunks depends on
     their lengths; the number of slots bounds it.
     """
-    (B, T, H, D), C = shape, variant.chunk
-    slots = B * -(-T // C) if cu_seqlens is None else T // C + cu_seqlens.numel() - 1
-    inverses = slots if erase and isinstance(variant, ChunkedWalk) else 0
-    return (slots, H, M, D), (inverses, H, C, C), (B if erase else 0, T, H, M)
+    B, T, H, D = shape
+
+    def slots(tokens: int) -> int:
+        return B * -(-T // tokens) if cu_seqlens is None else T // tokens + cu_seqlens.numel() - 1
+
+    planes = int(erase) + int(variant.prepared) if isinstance(variant, ChunkedWalk) else 0
+    tiles = (slots(variant.step) if planes else 0, H, planes, variant.step, variant.step)
+    return (slots(variant.chunk), H, M, D), tiles, (B if erase else 0, T, H, M)
 
 
 def number_of_groups(T: int, cu_seqlens: Tensor | None, variant: Variant) -> int:

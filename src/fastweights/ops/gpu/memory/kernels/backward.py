@@ -9,8 +9,15 @@ first state.
 import triton
 import triton.language as tl
 
+from fastweights.ops.gpu.memory.kernels.decays import (
+    decay_logarithms,
+    decay_sums,
+    fades,
+    gradient_from_ends,
+    reach,
+    sums_before,
+)
 from fastweights.ops.gpu.memory.kernels.gradients import (
-    decay_gradient,
     key_gradients,
     score_gradients,
     store_gate_gradient,
@@ -26,8 +33,7 @@ from fastweights.ops.gpu.memory.kernels.tiles import (
     load_gate,
     load_rows,
     load_transposed,
-    multiply,
-    reach_of,
+    product,
     sequence,
     store_columns,
 )
@@ -41,7 +47,7 @@ def walk_backward(
     gates,  # a, e, w, each (B, T, H) or None
     cu_seqlens,  # (N + 1,) or None
     states,  # (slots, H, M, D), kept by `walk_forward`
-    inverses,  # (slots, H, C, C), the same
+    tiles,  # (slots, H, planes, C, C), the same
     errors,  # (B, T, H, M), the same
     dy,  # (B, T, H, M)
     dW_end,  # (N, H, D, M)
@@ -66,11 +72,11 @@ def walk_backward(
         P = (q @ k.T * Γ).tril()                                # scores, rows t
         dU = dW @ k.T * Γ[-1] + dy.T @ P
         dR = dU - (dU * e) @ Z.T
-        dv = dR * w                                             # e where one gate erases and writes
         if fused:                                               # else by `chunk_gradients`
+            dv = dR * w                                         # e where one gate erases and writes
             dscores, dkeys = `score_gradients`
             dq, dk = `key_gradients`
-            de, dw, da = (dR * E.T).sum(0), (dR * v.T).sum(0), `decay_gradient`
+            de, dw, da = (dR * E.T).sum(0), (dR * v.T).sum(0), as in `chunk_gradients`
         dW = dW * γ[-1] + (dy.T * γ) @ q - (dR * e * γ) @ k
     """
     C: tl.constexpr = o.C
@@ -91,10 +97,12 @@ def walk_backward(
     # A product that is needed anyway has the sums for the gate's gradient on its diagonal.
     DIAGONAL: tl.constexpr = o.prefetch and o.tied
     KNOWN: tl.constexpr = o.prefetch and o.map != "none" and o.sum
+    SOLVE: tl.constexpr = "tf32" if o.solve == "16-bit" else o.solve
     program = tl.program_id(0)
     head = (program // splits) % o.H
     n = program // (splits * o.H)
-    first, length, slot = sequence(n, T, cu_seqlens, o)
+    first, length, slot = sequence(n, T, cu_seqlens, C * o.steps, o)
+    tile = sequence(n, T, cu_seqlens, C, o)[2]
 
     rows = tl.arange(0, C)
     s = rows[:, None]
@@ -105,11 +113,12 @@ def walk_backward(
     state = (n.to(tl.int64) * o.H + head) * o.D * o.M
     dW_t = tl.load(dW_end + state + d[None, :] * o.M + m[:, None], in_state & (final != 0), 0.0).to(o.acc)
 
-    chunks = tl.cdiv(length, C)
-    token = first + (chunks - 1) * C
-    slot += chunks - 1
-    left = length - (chunks - 1) * C
-    for _ in range(0, chunks):
+    count = tl.cdiv(length, C)
+    token = first + (count - 1) * C
+    left = length - (count - 1) * C
+    for i in range(0, count):
+        step = count - 1 - i
+        chunk = (slot + step // o.steps) * o.H + head
         gate = token * gate_token + head * gate_head
         gate_out = token * o.H + head
         q_at = q + token * q_token + head * q_head
@@ -119,8 +128,9 @@ def walk_backward(
         dy_at = dy + token * dy_token + head * dy_head
         dy_t = load_transposed(dy_at, rows, left, m, dy_token, o.M, o.both_ways)
         q_left = load_again(q_, q_at, rows, left, d, q_token, 1, o.D, AGAIN)
-        state_at = (slot * o.H + head) * o.D * o.M
+        state_at = chunk * o.D * o.M
         here = state_at + m[:, None] * o.D + d[None, :]
+        tiles_at = tiles + ((tile + step) * o.H + head) * o.planes * C * C
         # Coefficients that are not there cost nothing: the products they stand in are skipped.
         fade = tl.full((C,), 1.0, o.acc)
         remain = tl.full((C,), 1.0, o.acc)
@@ -129,11 +139,7 @@ def walk_backward(
         last = 1.0
         if o.erase:
             erase = load_gate(e + gate, rows, left, gate_token, 0.0, o)
-            Z_at = inverses + (slot * o.H + head) * C * C
-            if o.both_ways:
-                Z = tl.load(Z_at + t * C + s, at_or_above(t, s), 0.0)
-            else:
-                Z = tl.trans(tl.load(Z_at + s * C + t, at_or_above(s, t), 0.0))
+            Z = _load_turned(tiles_at, o)
         if o.tied:
             write = erase
         if o.write:
@@ -173,45 +179,45 @@ def walk_backward(
             if not o.tied:
                 v_, v_t = load_both(v + token * v_token + head * v_head, rows, left, m, v_token, o.M, o.both_ways)
 
-        scores = dot(q_left, k_t, o)
-        reach = scores
+        scores = _load_turned(tiles_at + (o.planes - 1) * C * C, o) if o.prepared else dot(q_left, k_t, o)
         du = dot(dW_t, k_t, o)
         if o.decay:
             a_ = load_gate(a + gate, rows, left, gate_token, 1.0, o)
-            fade = tl.associative_scan(a_, 0, multiply)
-            a_next = load_gate(a + gate + gate_token, rows, tl.minimum(left, C) - 1, gate_token, 1.0, o)
-            remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
-            last = tl.sum(tl.where(rows == C - 1, fade, 0.0), 0)
-            reach = reach_of(a_, C)
+            fade, remain, last = fades(a_, o)
             du *= remain[None, :]
-            scores *= reach
-        elif C == 64:
-            # So many predicates do not fit in registers of theirs.
-            scores *= (s >= t).to(o.acc)
-        else:
-            scores = tl.where(s >= t, scores, 0.0)
+            if o.fused or not o.prepared:
+                logarithms = decay_logarithms(a_, o)
+                sums = decay_sums(logarithms)
+        if not o.prepared:
+            if o.decay:
+                scores *= reach(scores, sums, sums, False, 0, C)
+            elif C == 64:
+                # So many predicates do not fit in registers of theirs.
+                scores *= (s >= t).to(o.acc)
+            else:
+                scores = tl.where(s >= t, scores, 0.0)
         du += dot(dy_t, scores, o)
         # e dR: the gradient of what is not recalled; that of the values where one gate does both.
         drest = du
         if o.erase:
             du += dot(du * (erase * -1.0)[None, :], Z, o)
             drest = du * erase[None, :]
-        dv_at = dv + token * o.H * o.M + head * o.M
-        if not o.only_state:
+        if o.fused:
+            dv_at = dv + token * o.H * o.M + head * o.M
             if o.tied:
                 store_columns(dv_at, drest, rows, left, m, o.H * o.M, o.M)
             elif o.write:
                 store_columns(dv_at, du * write[None, :], rows, left, m, o.H * o.M, o.M)
             else:
                 store_columns(dv_at, du, rows, left, m, o.H * o.M, o.M)
-
-        if o.fused:
             # Rounded once, as the operand it is below.
             rounded = (du if DIAGONAL else drest).to(o.operand)
-            keys = reach
-            scores = reach
+            keys = erase
+            scores = erase
+            fading = erase
             if o.decay:
                 scores = dot(k_, q_t, o)
+                fading = reach(scores, sums, sums, False, 1, C)
                 if o.erase:
                     keys = dot(k_, k_t, o)
             if o.tied:
@@ -222,7 +228,7 @@ def walk_backward(
                     u += error.to(o.acc) * erase[:, None]
             u = u.to(o.operand)
             dscores, dkeys, dreach, de_ = score_gradients(
-                u, error, dy_t_right, rounded, erase, scores, keys, reach, DIAGONAL, o
+                u, error, dy_t_right, rounded, erase, scores, keys, fading, DIAGONAL, o
             )
             dq_t, dk_, recalled, read, kept = key_gradients(
                 q_, q_t, k_, k_t_left, W, dW_t, u, dy_t_right, rounded, erase, dscores, dkeys, fade, remain, DIAGONAL, o
@@ -240,17 +246,21 @@ def walk_backward(
                 dw_ = tl.sum(du * v_t.to(o.acc), 0)
                 store_gate_gradient(dw + gate_out, dw_, w_slope, rows, left, o.H)
             if o.decay:
-                earlier = tl.where(rows > 0, left, 0)
-                a_before = load_gate(a + gate - gate_token, rows, earlier, gate_token, 1.0, o)
                 W_t = tl.load(states + here, in_state, 0.0)
                 whole = tl.sum(tl.sum(dW_t * W_t.to(o.acc), 1), 0)
                 dfade = read - recalled + tl.where(rows == C - 1, whole, 0.0)
-                da_ = decay_gradient(dreach, kept, dfade, reach, a_before, o)
+                # Rows s: everything the other way round, Γ^T in place of Γ.
+                between = reach(dreach, sums_before(sums, logarithms), sums, True, 1, C)
+                after = reach(dreach, sums, sums, False, 0, C)
+                # Small heads have few terms to average 16-bit roundings over.
+                turned = product(tl.where(s <= t, dreach, 0.0), after, o.acc, SOLVE)
+                da_ = tl.sum(turned * between, 0)
+                da_ += gradient_from_ends(a_, kept, dfade, sums, logarithms, o)
                 store_gate_gradient(da + gate_out, da_, a_slope, rows, left, o.H)
         elif not o.only_state:
-            tl.store(dstates + here, dW_t.to(dstates.dtype.element_ty), in_state)
-            if o.separate:
-                store_columns(dright + token * o.H * o.M + head * o.M, du, rows, left, m, o.H * o.M, o.M)
+            if o.steps == 1 or step % o.steps == o.steps - 1 or i == 0:
+                tl.store(dstates + here, dW_t.to(dstates.dtype.element_ty), in_state)
+            store_columns(dright + token * o.H * o.M + head * o.M, du, rows, left, m, o.H * o.M, o.M)
 
         if o.decay:
             dW_t *= last
@@ -258,9 +268,20 @@ def walk_backward(
             drest *= fade[None, :]
         dW_t += dot(dy_t, q_, o)
         if o.erase:
-            dW_t -= dot(drest, k_, o)
+            dW_t += dot(drest * -1.0, k_, o)
         token -= C
-        slot -= 1
         left += C
 
     tl.store(dW + state + d[None, :] * o.M + m[:, None], dW_t, in_state & (wanted != 0))
+
+
+@triton.jit
+def _load_turned(tile, o: tl.constexpr):
+    """The transpose of a tile (C, C) whose blocks of 16 below the diagonal are not written."""
+    s = tl.arange(0, o.C)[:, None]
+    t = tl.arange(0, o.C)[None, :]
+    if o.both_ways:
+        turned = tl.load(tile + t * o.C + s, at_or_above(t, s), 0.0)
+    else:
+        turned = tl.trans(tl.load(tile + s * o.C + t, at_or_above(s, t), 0.0))
+    return turned

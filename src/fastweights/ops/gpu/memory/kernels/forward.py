@@ -7,6 +7,12 @@ Without `o.read` it only carries the state along: nothing is read with q, and y 
 import triton
 import triton.language as tl
 
+from fastweights.ops.gpu.memory.kernels.decays import (
+    decay_logarithms,
+    decay_sums,
+    fades,
+    reach,
+)
 from fastweights.ops.gpu.memory.kernels.maps import load_features
 from fastweights.ops.gpu.memory.kernels.tiles import (
     at_or_above,
@@ -14,9 +20,8 @@ from fastweights.ops.gpu.memory.kernels.tiles import (
     load_again,
     load_by_product,
     load_gate,
+    load_rows,
     load_transposed,
-    multiply,
-    reach_transposed,
     resolvent,
     sequence,
     sequence_of,
@@ -35,7 +40,7 @@ def walk_forward(
     y,  # (B, T, H, M)
     W_end,  # (N, H, D, M)
     states,  # (slots, H, M, D), the state before each chunk
-    inverses,  # (slots, H, C, C), Z of each chunk
+    tiles,  # (slots, H, 2, C, C), Z and P of each chunk, or Z alone where they are not `prepared`
     errors,  # (B, T, H, M), E
     T,
     keep,
@@ -45,11 +50,11 @@ def walk_forward(
 ):
     """Take one sequence, one head and some value columns through all chunks.
 
-    With `keep` the states, inverses and errors are written; W is read where it is `given`, else zero. A chunk, with
+    With `keep` the states, tiles and errors are written; W is read where it is `given`, else zero. A chunk, with
     states and values transposed as the code has them (Γ and γ as in docs/kernels.md, all 1 without decay):
 
         states[slot] = W                                        # (M, D)
-        P = (k @ q.T * Γ.T).triu()                              # scores, rows s
+        P = (k @ q.T * Γ.T).triu()                              # scores, rows s; read where `prepared`, as is Z
         A = (k @ k.T * Γ.T).triu(1)
         Z = inverse(I + A * e) @ A                              # `resolvent`
         H = v.T - W @ k.T * γ                                   # one gate erases and writes; else -W @ k.T * γ
@@ -73,7 +78,8 @@ def walk_forward(
     program = tl.program_id(0)
     head = (program // splits) % o.H
     n = program // (splits * o.H)
-    first, length, slot = sequence(n, T, cu_seqlens, o)
+    first, length, slot = sequence(n, T, cu_seqlens, C * o.steps, o)
+    tile = sequence(n, T, cu_seqlens, C, o)[2]
 
     rows = tl.arange(0, C)
     s = rows[:, None]
@@ -90,33 +96,44 @@ def walk_forward(
     state = (n.to(tl.int64) * o.H + head) * o.D * o.M
     W_t = tl.load(W + state + d[None, :] * o.M + m[:, None], in_state & (given != 0), 0.0).to(o.acc)
     states += (slot * o.H + head) * o.D * o.M
-    inverses += (slot * o.H + head) * C * C
+    tiles += (tile * o.H + head) * o.planes * C * C
     errors += (first * o.H + head) * o.M
+    # Values are no operands, which the compiler would copy ahead: they are loaded a chunk ahead here.
+    CARRY: tl.constexpr = o.prepared and not o.prefetch
+    v_next = load_rows(v, rows, length, m, v_token, o.M) if CARRY else rows
 
     for start in range(0, length, C):
         left = length - start
         if o.read:
-            # A mask, not a branch or a variant: what inference runs is what training checks.
-            tl.store(states + m[:, None] * o.D + d[None, :], W_t.to(states.dtype.element_ty), in_state & (keep != 0))
-            states += o.H * o.D * o.M
+            state_at = states + m[:, None] * o.D + d[None, :]
+            if o.steps == 1 or start % (C * o.steps) == 0:
+                # A mask, not a branch or a variant: what inference runs is what training checks.
+                tl.store(state_at, W_t.to(states.dtype.element_ty), in_state & (keep != 0))
+                states += o.H * o.D * o.M
         k_, k_t = load_features(k, rows, left, d, k_token, o)
-        if o.prefetch and o.precision == "ieee":
+        if CARRY:
+            u = tl.trans(v_next).to(o.acc)
+            v_next = load_rows(v + C * v_token, rows, left - C, m, v_token, o.M)
+        elif o.prefetch and o.precision == "ieee":
             u = load_by_product(v, rows, left, m, v_token, C, o.block_M, o.M).to(o.acc)
         else:
             u = load_transposed(v, rows, left, m, v_token, o.M, o.both_ways).to(o.acc)
-        k_left = load_again(k_, k, rows, left, d, k_token, 1, o.D, AGAIN)
+        k_left = load_again(k_, k, rows, left, d, k_token, 1, o.D, AGAIN and not o.prepared)
         if o.read:
             _, q_t = load_features(q, rows, left, d, q_token, o)
-            scores = tl.where(s <= t, dot(k_left, q_t, o), 0.0)
+            if o.prepared:
+                scores = tl.load(tiles + (o.planes - 1) * C * C + s * C + t, at_or_above(s, t), 0.0)
+            else:
+                scores = tl.where(s <= t, dot(k_left, q_t, o), 0.0)
             read = dot(W_t, q_t, o)
         if o.decay:
             a_ = load_gate(a + gate, rows, left, gate_token, 1.0, o)
-            a_next = load_gate(a + gate + gate_token, rows, tl.minimum(left, C) - 1, gate_token, 1.0, o)
-            fade = tl.associative_scan(a_, 0, multiply)
-            remain = tl.associative_scan(a_next, 0, multiply, reverse=True)
-            reach = reach_transposed(a_, C)
+            fade, remain, last = fades(a_, o)
+            if not o.prepared:
+                sums = decay_sums(decay_logarithms(a_, o))
             if o.read:
-                scores *= reach
+                if not o.prepared:
+                    scores *= reach(scores, sums, sums, False, 1, C)
                 read *= fade[None, :]
         if o.write:
             u *= load_gate(w + gate, rows, left, gate_token, 0.0, o)[None, :]
@@ -127,14 +144,13 @@ def walk_forward(
             if o.decay:
                 recall *= fade[None, :]
             if o.prepared:
-                Z = tl.load(inverses + s * C + t, at_or_above(s, t), 0.0)
+                Z = tl.load(tiles + s * C + t, at_or_above(s, t), 0.0)
             else:
                 A = tl.where(s < t, dot(k_left, k_t, o), 0.0)
                 if o.decay:
-                    A *= reach
+                    A *= reach(A, sums, sums, False, 1, C)
                 Z = resolvent(A, e_, o)
-                tl.store(inverses + s * C + t, Z.to(inverses.dtype.element_ty), at_or_above(s, t) & (keep != 0))
-            inverses += o.H * C * C
+                tl.store(tiles + s * C + t, Z.to(tiles.dtype.element_ty), at_or_above(s, t) & (keep != 0))
             if o.tied:
                 error = u - recall
                 error += dot(error * minus[None, :], Z, o)
@@ -152,63 +168,79 @@ def walk_forward(
             store_columns(y, out, rows, left, m, o.H * o.M, o.M)
         if o.decay:
             u *= remain[None, :]
-            W_t *= tl.sum(tl.where(rows == C - 1, fade, 0.0), 0)
+            W_t *= last
         W_t += dot(u, k_, o)
 
         q += C * q_token
         k += C * k_token
         v += C * v_token
         y += C * o.H * o.M
+        tiles += o.H * o.planes * C * C
         gate += C * gate_token
 
     tl.store(W_end + state + d[None, :] * o.M + m[:, None], W_t, in_state)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
-def invert_chunks(
+def prepare_chunks(
+    q,  # (B, T, H, R)
     k,  # (B, T, H, R)
     gates,  # a, e, each (B, T, H) or None
     cu_seqlens,  # (N + 1,) or None
-    inverses,  # (slots, H, C, C)
+    tiles,  # (slots, H, planes, C, C)
     N,
     T,
-    strides,  # token and head strides of k and the gates
+    strides,  # token and head strides of q, k and the gates
     o: tl.constexpr,
 ):
-    """Z of one chunk and head, as a tile of rows s; chunks run side by side, off the walk's path.
+    """Z and P of one chunk and head, as tiles of rows s; chunks run side by side, off the walk's path.
 
     A = (k @ k.T * Γ.T).triu(1)
-    inverses[slot] = inverse(I + A * e) @ A
+    tiles[slot] = inverse(I + A * e) @ A, (k @ q.T * Γ.T).triu()    # the second alone where the rule does not erase
     """
     C: tl.constexpr = o.C
     a, e = gates
-    k_token, k_head, gate_token, gate_head = strides
+    q_token, q_head, k_token, k_head, gate_token, gate_head = strides
+    q_token *= o.unit
+    q_head *= o.unit
     k_token *= o.unit
     k_head *= o.unit
     program = tl.program_id(0)
     head = program % o.H
     slot = program // o.H
     n = sequence_of(slot, N, cu_seqlens, C) if o.packed else slot // tl.cdiv(T, C)
-    first, length, first_slot = sequence(n, T, cu_seqlens, o)
+    first, length, first_slot = sequence(n, T, cu_seqlens, C, o)
     start = (slot - first_slot) * C
     left = (length - start).to(tl.int32)
     if left <= 0:
         return
     token = first + start
+    q += token * q_token + head * q_head
     k += token * k_token + head * k_head
     gate = token * gate_token + head * gate_head
+    tiles += (slot.to(tl.int64) * o.H + head) * o.planes * C * C
     rows = tl.arange(0, C)
     s = rows[:, None]
     t = rows[None, :]
-    e_ = load_gate(e + gate, rows, left, gate_token, 0.0, o)
+    scores = tl.zeros((C, C), o.acc)
     keys = tl.zeros((C, C), o.acc)
     for f in range(0, o.D, o.block_D):
         d = f + tl.arange(0, o.block_D)
         k_, k_t = load_features(k, rows, left, d, k_token, o)
-        keys += dot(k_, k_t, o)
+        _, q_t = load_features(q, rows, left, d, q_token, o)
+        scores += dot(k_, q_t, o)
+        if o.erase:
+            keys += dot(k_, k_t, o)
     A = tl.where(s < t, keys, 0.0)
     if o.decay:
-        A *= reach_transposed(load_gate(a + gate, rows, left, gate_token, 1.0, o), C)
-    Z = resolvent(A, e_, o)
-    inverses += (slot.to(tl.int64) * o.H + head) * C * C
-    tl.store(inverses + s * C + t, Z.to(inverses.dtype.element_ty), at_or_above(s, t))
+        sums = decay_sums(decay_logarithms(load_gate(a + gate, rows, left, gate_token, 1.0, o), o))
+        fading = reach(scores, sums, sums, False, 1, C)
+        scores *= fading
+        A *= fading
+    else:
+        scores = tl.where(s <= t, scores, 0.0)
+    P_at = tiles + (o.planes - 1) * C * C + s * C + t
+    tl.store(P_at, scores.to(tiles.dtype.element_ty), at_or_above(s, t))
+    if o.erase:
+        Z = resolvent(A, load_gate(e + gate, rows, left, gate_token, 0.0, o), o)
+        tl.store(tiles + s * C + t, Z.to(tiles.dtype.element_ty), at_or_above(s, t))

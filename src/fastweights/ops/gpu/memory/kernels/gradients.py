@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fastweights.ops.gpu.memory.kernels.maps import raw_gradient
-from fastweights.ops.gpu.memory.kernels.tiles import dot, multiply, product, store_columns, store_rows
+from fastweights.ops.gpu.memory.kernels.tiles import dot, store_columns, store_rows
 
 
 @triton.jit
@@ -21,11 +21,11 @@ def score_gradients(
     erase,  # (C,)
     scores,  # (C, C), k_s·q_t
     keys,  # (C, C), k_s·k_t
-    reach,  # (C, C), Γ
+    fading,  # (C, C), Γ, rows s
     DIAGONAL: tl.constexpr,
     o: tl.constexpr,
 ):
-    """Gradients of q_t·k_s and, negated, of k_t·k_s as tiles of rows s, as `scores` is; of Γ; of e with `DIAGONAL`.
+    """Gradients of q_t·k_s and, negated, of k_t·k_s as tiles of rows s, as `scores` is; of Γ^T; of e with `DIAGONAL`.
 
         dscores = u @ dy_t                                      # dP, transposed
         dkeys = (u @ drest).triu(1)
@@ -49,12 +49,11 @@ def score_gradients(
         # Strictly below the diagonal of A.
         dkeys = tl.where(s < t, dot(u, drest, o), 0.0)
     if o.decay:
-        reach_t = tl.trans(reach)
         dreach = dscores * scores
-        dscores *= reach_t
+        dscores *= fading
         if o.erase:
             dreach -= dkeys * keys
-            dkeys *= reach_t
+            dkeys *= fading
     else:
         dscores = tl.where(s <= t, dscores, 0.0)
     return dscores, dkeys, dreach, de
@@ -142,20 +141,3 @@ def store_key_gradients(
 def store_gate_gradient(dx, gradient, slope, rows, left, H: tl.constexpr):
     """Back through the sigmoid, if there is one, and out."""
     tl.store(dx + rows * H, gradient * slope, rows < left)
-
-
-@triton.jit
-def decay_gradient(dreach, kept, dfade, reach, a_before, o: tl.constexpr):
-    """Gradient of a from that of Γ (tile of rows s), of Γ[-1] and of γ, without dividing by any a.
-
-    da[r] = sum(dΓ[t, s] * prod(a[r + 1 : t + 1]) * prod(a[s + 1 : r]) for s < r <= t)  # s = -1 stands for γ
-    """
-    SOLVE: tl.constexpr = "tf32" if o.solve == "16-bit" else o.solve
-    s = tl.arange(0, o.C)[:, None]
-    r = tl.arange(0, o.C)[None, :]
-    dreach = tl.where(s <= r, dreach, 0.0) + tl.where(r == o.C - 1, kept[:, None], 0.0)
-    later = product(dreach, reach, dreach.dtype, SOLVE)
-    between = tl.associative_scan(tl.where(r > s + 1, a_before[None, :], 1.0), 1, multiply)
-    from_reach = tl.sum(tl.where(s < r, later * between, 0.0), 0)
-    from_fade = tl.sum(reach * dfade[:, None], 0) * tl.associative_scan(a_before, 0, multiply)
-    return from_reach + from_fade

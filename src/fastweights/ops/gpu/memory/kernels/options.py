@@ -18,7 +18,9 @@ class Options:
     M: int = 0
     """Features of values."""
     C: int = 0
-    """Tokens in a chunk."""
+    """Tokens in a chunk; in walks, those that are taken at once."""
+    steps: int = 1
+    """Times that a walk takes so many tokens until it has been through a chunk, whose state is kept."""
     block_R: int = 0
     """Entries of a tile: R, D and M padded to powers of two, or the part of D or M that a program takes at a time."""
     block_D: int = 0
@@ -49,7 +51,9 @@ class Options:
     grouped: bool = False
     """The packed sequences are groups of chunks of one sequence."""
     prepared: bool = False
-    """The chunks' inverses are in memory already."""
+    """Z and P of the chunks are in memory already."""
+    planes: int = 1
+    """Tiles that are kept of a chunk: Z, and P where they are `prepared`."""
     read: bool = True
     """Without it the forward walk only carries the state along: nothing is read with q, and y is not written."""
     fused: bool = False
@@ -57,7 +61,7 @@ class Options:
     only_state: bool = False
     """The walk back leaves nothing but the gradient of the first state."""
     separate: bool = False
-    """dU is stored apart from dv, which is scaled or rounded."""
+    """dR has memory of its own; else it stands where dv will."""
     normalized: bool = False
     """One token: divide by the accumulator z (attention normalisation)."""
 

@@ -158,7 +158,7 @@ def walk_tokens_backward(
     program = tl.program_id(0)
     head = program % o.H
     n = program // o.H
-    first, length, slot = sequence(n, T, cu_seqlens, o)
+    first, length, slot = sequence(n, T, cu_seqlens, o.C, o)
 
     layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, o.lanes, WARPS, BLOCK_D // o.lanes)
     in_rows: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])

@@ -54,7 +54,7 @@ def walk_tokens_forward(
     program = tl.program_id(0)
     head = program % o.H
     n = program // o.H
-    first, length, slot = sequence(n, T, cu_seqlens, o)
+    first, length, slot = sequence(n, T, cu_seqlens, o.C, o)
 
     # Four in turn, so that states are written in whole sectors; where a lane has but eight that is slower.
     layout: tl.constexpr = state_layout(BLOCK_M, BLOCK_D, o.lanes, WARPS, 4 if BLOCK_D > 16 else BLOCK_D // o.lanes)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What the kernels share: tiles, decay products, and the inverse of a chunk's triangular system.
+"""What the kernels share: tiles, and the inverse of a chunk's triangular system.
 
 Rows of a tile are named by its first index. C tokens make a chunk, `t` reads or writes later than `s`. The kernels hold
 states value-major (M, D), so that a state is the left operand of every product it enters. Strides of q, k, v and dy
@@ -8,11 +8,6 @@ come in units of `o.unit` entries: the compiler can then load that many at once.
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def multiply(x, y):
-    return x * y
 
 
 @triton.jit
@@ -52,20 +47,20 @@ def leading_digits(x):
 
 
 @triton.jit
-def sequence(n, T, cu_seqlens, o: tl.constexpr):
-    """First token, length and first chunk slot of sequence n, or of a group of a sequence of T tokens."""
+def sequence(n, T, cu_seqlens, C: tl.constexpr, o: tl.constexpr):
+    """First token, length and first slot for C tokens of sequence n, or of a group of a sequence of T tokens."""
     if o.packed:
         first = tl.load(cu_seqlens + n).to(tl.int64)
         length = (tl.load(cu_seqlens + n + 1).to(tl.int64) - first).to(tl.int32)
         # Rounding each start down and counting one slot more per sequence leaves room for every partial chunk.
-        slot = first // o.C + n
+        slot = first // C + n
         if o.grouped:
             # Groups begin where chunks do: theirs have the slots that they would have in sequences that are not cut.
-            slot = first // T * tl.cdiv(T, o.C) + first % T // o.C
+            slot = first // T * tl.cdiv(T, C) + first % T // C
     else:
         first = n.to(tl.int64) * T
         length = T
-        slot = n.to(tl.int64) * tl.cdiv(T, o.C)
+        slot = n.to(tl.int64) * tl.cdiv(T, C)
     return first, length, slot
 
 
@@ -173,25 +168,6 @@ def store_columns(x, tile, rows, left, columns, stride, WIDTH: tl.constexpr):
     """Write a tile (WIDTH, C) that stands transposed on chip to rows of a (tokens, WIDTH) matrix."""
     where = x + rows[None, :] * stride + columns[:, None]
     tl.store(where, tile.to(x.dtype.element_ty), (rows[None, :] < left) & (columns[:, None] < WIDTH))
-
-
-@triton.jit
-def reach_of(a, C: tl.constexpr):
-    """Γ[t, s] = a_{s+1} ⋯ a_t for s <= t, else 0.
-
-    A running product, not an exponent of a sum of logarithms: exact for a gate that closes (a = 0) and for any sign.
-    """
-    t = tl.arange(0, C)[:, None]
-    s = tl.arange(0, C)[None, :]
-    return tl.where(t >= s, tl.associative_scan(tl.where(t > s, a[:, None], 1.0), 0, multiply), 0.0)
-
-
-@triton.jit
-def reach_transposed(a, C: tl.constexpr):
-    """Γ[t, s] as a tile of rows s."""
-    s = tl.arange(0, C)[:, None]
-    t = tl.arange(0, C)[None, :]
-    return tl.where(t >= s, tl.associative_scan(tl.where(t > s, a[None, :], 1.0), 1, multiply), 0.0)
 
 
 @triton.jit
