@@ -16,12 +16,11 @@ from fastweights.training.engine.loop import train
 from fastweights.training.runs.folder import RunError
 from fastweights.training.runs.saved import find_run, keep_tokenizer
 from fastweights.training.tasks.translation import assemble_translation
-
-from .small_pairs import SMALL as SMALL_PAIRS
-from .small_pairs import small_pairs
-from .small_text import run as train_language
-from .small_text import small_corpus
-from .tiny import quiet
+from tests.training.small_pairs import SMALL as SMALL_PAIRS
+from tests.training.small_pairs import small_pairs
+from tests.training.small_text import run as train_language
+from tests.training.small_text import small_corpus
+from tests.training.tiny import quiet
 
 
 def run(*arguments, input=None):
