@@ -18,6 +18,7 @@ MOST_FILES, MOST_LINES = 14, 400
 ORDER = [
     "common",
     "ops",
+    "compat",
     "feature_maps",
     "layers",
     "models",

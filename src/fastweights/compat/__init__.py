@@ -1,0 +1,1 @@
+"""The calls of other libraries, answered by the kernels of this one."""

@@ -1,0 +1,215 @@
+"""flash-linear-attention's functions, computed here: any device, any dtype from float16 to float64, any head size.
+
+Names, order and defaults of arguments are those of fla-core 0.6.0, and so are layouts: q and k (B, T, H, K), v
+(B, T, HV, V), `beta` and `g` (B, T, HV), or (B, T, HV, K) for decays per key channel, states (N, HV, K, V). `g` is the
+natural logarithm of a decay, and `scale` is K^-0.5 if None. Arguments that only say how fla computes (`chunk_size`,
+`chunk_indices`, `cu_seqlens_cpu`, `disable_recompute`, `safe_gate`, `use_graph`, `max_num_seqs`) make no difference.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastweights.compat.calls import Result, State, run
+
+# Signatures by the line and not by the argument, for comparison with fla's.
+# fmt: off
+
+def chunk_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, *, chunk_size: int | None = None,
+) -> Result:
+    """Erase what is stored under a key as the new value is written: DeltaNet."""
+    return run("delta_rule", **locals())
+
+
+def fused_recurrent_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Result:
+    """Compute `chunk_delta_rule`; beta is 1 if None."""
+    return run("delta_rule", **locals())
+
+
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, chunk_indices: Tensor | None = None,
+    cp_context: object = None, *, use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, chunk_size: int | None = None,
+) -> Result:
+    """Let the memory fade per head and apply the delta rule: Gated DeltaNet."""
+    return run("gated_delta_rule", **locals())
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None, gv: Tensor | None = None,
+    beta: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:
+    """Compute `chunk_gated_delta_rule`, with decays per head (g), per key channel (gk), both or neither."""
+    return run("gated_delta_rule", **locals())
+
+
+def chunk_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
+    return_intermediate_states: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, cp_context: object = None, use_graph: bool = False,
+    max_num_seqs: int | None = None, *, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> Result:
+    """Let the memory fade per key channel and apply the delta rule: Kimi Delta Attention."""
+    return run("kda", **locals())
+
+
+def fused_recurrent_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, lower_bound: float | None = None,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:
+    """Compute `chunk_kda`."""
+    return run("kda", **locals())
+
+
+def chunk_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> Result:
+    """Let the memory fade per key channel and add: gated linear attention."""
+    return run("gla", **locals())
+
+
+def fused_recurrent_gla(
+    q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, gv: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:
+    """Compute `chunk_gla`, with its g called gk; `reverse` goes from the last token to the first."""
+    return run("gla", **locals())
+
+
+def chunk_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, *,
+    chunk_size: int | None = None,
+) -> Result:
+    """Let the memory fade per head and add: g for each token, or g_gamma for all."""
+    return run("simple_gla", **locals())
+
+
+def fused_chunk_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Result:
+    """Compute `chunk_simple_gla`."""
+    return run("simple_gla", **locals())
+
+
+def fused_recurrent_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    reverse: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:
+    """Compute `chunk_simple_gla`; `reverse` goes from the last token to the first."""
+    return run("simple_gla", **locals())
+
+
+def _retention_decays(q: Tensor) -> Tensor:
+    """Return the logarithm of each head's decay."""
+    heads = torch.arange(q.shape[2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    return (-(2.0 ** (-5 - heads))).log1p()
+
+
+def chunk_retention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, *, chunk_size: int | None = None,
+) -> Result:
+    """Let the memory fade by 1 - 2^(-5 - h) in head h and add: RetNet."""
+    return run("retention", g_gamma=_retention_decays(q), **locals())
+
+
+def fused_chunk_retention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:
+    """Compute `chunk_retention`."""
+    return run("retention", g_gamma=_retention_decays(q), **locals())
+
+
+def fused_recurrent_retention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Result:
+    """Compute `chunk_retention`; `reverse` goes from the last token to the first."""
+    return run("retention", g_gamma=_retention_decays(q), **locals())
+
+
+def chunk_linear_attn(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: State = None,
+    output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None,
+) -> Result:
+    """Add keys and values; with `normalize` the state is a pair with the sum of keys (N, 1, H, K)."""
+    return run("linear_attn", **locals())
+
+
+def fused_chunk_linear_attn(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: State = None,
+    output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None,
+) -> Result:
+    """Compute `chunk_linear_attn`."""
+    return run("linear_attn", **locals())
+
+
+def fused_recurrent_linear_attn(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: State = None,
+    output_final_state: bool = False, reverse: bool = False, normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Result:
+    """Compute `chunk_linear_attn`, by default not normalised."""
+    return run("linear_attn", **locals())
+
+
+def chunk_comba(
+    q: Tensor, k: Tensor, v: Tensor, p: Tensor | None, g: Tensor, beta: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+) -> Result:
+    """Let the memory fade and take back what is stored under p, or under k if p is None: Comba."""
+    return run("comba", **locals())
+
+
+def fused_recurrent_comba(
+    q: Tensor, k: Tensor, p: Tensor | None, v: Tensor, g: Tensor, beta: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:
+    """Compute `chunk_comba`; p stands before v here."""
+    return run("comba", **locals())
+
+
+def chunk_gated_delta_product(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, num_householder: int, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, cp_context: object = None,
+) -> Result:
+    """Let the memory fade once a token and apply the delta rule num_householder times: Gated DeltaProduct."""
+    return run("gated_delta_product", **locals())
+
+
+chunk_gdn, fused_recurrent_gdn = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+# fmt: on
