@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastweights.ops.causality import Tokens
 from fastweights.ops.features import PLAIN, Features
-from fastweights.ops.gpu.memory.kernels.group_scan import scan_groups
+from fastweights.ops.gpu.memory.kernels.forward import scan_groups
 from fastweights.ops.gpu.memory.kernels.options import Options
 from fastweights.ops.gpu.memory.launcher import Launch
 from fastweights.ops.gpu.memory.plan import How, Plan, plan

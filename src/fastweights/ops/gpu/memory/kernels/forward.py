@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The forward walk: one program takes one sequence, one head and some value columns through all chunks.
+"""The forward walk, what is prepared for it, and the states between groups that are walked side by side.
 
-Without `o.read` it only carries the state along: nothing is read with q, and y is not written.
+Without `o.read` a walk only carries the state along: nothing is read with q, and y is not written.
 """
 
 import triton
@@ -22,6 +22,7 @@ from fastweights.ops.gpu.memory.kernels.tiles import (
     load_gate,
     load_rows,
     load_transposed,
+    product,
     resolvent,
     sequence,
     sequence_of,
@@ -244,3 +245,46 @@ def prepare_chunks(
     if o.erase:
         Z = resolvent(A, load_gate(e + gate, rows, left, gate_token, 0.0, o), o)
         tl.store(tiles + s * C + t, Z.to(tiles.dtype.element_ty), at_or_above(s, t))
+
+
+@triton.jit(do_not_specialize=["G", "given"])
+def scan_groups(
+    transitions,  # (B G, H, D, D), F of each group
+    changes,  # (B G, H, D, M), what each group makes of no state
+    start,  # (B, H, D, M)
+    states,  # (B G, H, D, M), before each group
+    G,
+    given,
+    BACK: tl.constexpr,
+    o: tl.constexpr,
+):
+    """The states before the groups of a sequence, for one head and some columns.
+
+        state = start                                           # zero where it is not `given`
+        for g in range(G):
+            states[g] = state
+            state = transitions[g] @ state + changes[g]
+
+    With `BACK` from the last group to the first, by the transposed transitions: gradients of the states that groups
+    leave.
+    """
+    PRECISION: tl.constexpr = o.precision
+    splits: tl.constexpr = (o.M + o.block_M - 1) // o.block_M
+    program = tl.program_id(0)
+    head = (program // splits) % o.H
+    n = (program // (splits * o.H)).to(tl.int64)
+    m = (program % splits) * o.block_M + tl.arange(0, o.block_M)
+    d = tl.arange(0, o.block_D)
+    # Value-major, as in the walks: the state is the left operand of every product it enters.
+    inside = (m[:, None] < o.M) & (d[None, :] < o.D)
+    at = d[None, :] * o.M + m[:, None]
+    square = (d[:, None] < o.D) & (d[None, :] < o.D)
+    turned = d[:, None] * o.D + d[None, :] if BACK else d[None, :] * o.D + d[:, None]
+    state = tl.load(start + (n * o.H + head) * o.D * o.M + at, inside & (given != 0), 0.0)
+    for i in range(G):
+        g = G - 1 - i if BACK else i
+        group = (n * G + g) * o.H + head
+        tl.store(states + group * o.D * o.M + at, state, inside)
+        F_t = tl.load(transitions + group * o.D * o.D + turned, square, 0.0)
+        change = tl.load(changes + group * o.D * o.M + at, inside, 0.0)
+        state = change + product(state, F_t, state.dtype, PRECISION)
