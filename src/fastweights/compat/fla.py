@@ -8,6 +8,11 @@ natural logarithm of a decay, and `scale` is K^-0.5 if None. Arguments that only
 
 from __future__ import annotations
 
+import inspect
+import os
+from functools import partial
+from importlib import import_module
+
 import torch
 from torch import Tensor
 
@@ -213,3 +218,59 @@ def chunk_gated_delta_product(
 
 chunk_gdn, fused_recurrent_gdn = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 # fmt: on
+
+
+# fla's functions that ask its backends before they compute: where those are registered.
+DISPATCHED = {
+    "chunk_gated_delta_rule": "gated_delta_rule",
+    "chunk_kda": None,
+    "fused_chunk_simple_gla": None,
+    "fused_recurrent_simple_gla": None,
+}
+
+
+def register_with_fla() -> list[str]:
+    """Enter this package as a backend of an installed fla, for the calls of which `reason` says that it takes them.
+
+    fla then still checks every call and falls back to its own kernels. FLA_FASTWEIGHTS=0 in the environment switches it
+    off again.
+
+    Returns:
+        The names of fla's functions that ask for backends.
+    """
+    try:
+        backends, operators = import_module("fla.backends"), import_module("fla.ops")
+    except ImportError as error:
+        raise ImportError(f"register_with_fla() needs fla-core 0.6: pip install fla-core==0.6.0 ({error})") from error
+    if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
+        raise RuntimeError("FLA_DISABLE_BACKEND_DISPATCH=1 keeps fla from asking any backend; unset it and start again")
+    content = {"backend_type": "fastweights", "env_var": "FLA_FASTWEIGHTS", "priority": 0}
+    for name in DISPATCHED:
+        content |= {name: staticmethod(globals()[name]), f"{name}_verifier": staticmethod(partial(reason, name))}
+    backend = type("FastWeightsBackend", (backends.BaseBackend,), content)
+    for name, operation in DISPATCHED.items():
+        backends.register(operation or getattr(operators, name))(backend)
+    return list(DISPATCHED)
+
+
+def reason(name: str, /, *args: object, **kwargs: object) -> tuple[bool, str]:
+    """Say whether this package takes a call of fla's function `name` once it is registered, and why."""
+    call = inspect.signature(globals()[name]).bind(*args, **kwargs).arguments
+    for argument in ("cp_context", "return_intermediate_states"):
+        if call.get(argument):
+            return False, f"fastweights does not support {argument}"
+    q, (K, V) = call["q"], (call["q"].shape[-1], call["v"].shape[-1])
+    if q.device.type in ("cpu", "mps"):
+        return True, f"fla has no kernels for tensors on {q.device.type}"
+    if q.dtype == torch.float64:
+        return True, "fla has no kernels for float64"
+    if name == "chunk_gated_delta_rule":
+        if q.dtype == torch.float32:
+            return True, "fla rounds float32 to TF32 in its products"
+        if min(K, V) < 64:
+            return True, f"fla computes in tiles of 64, more than heads of {K} and {V} fill"
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call.values()):
+            fla = import_module("fla.utils")
+            if fla.IS_NVIDIA_HOPPER and fla.TRITON_ABOVE_3_4_0 and not fla.TRITON_ABOVE_3_7_1:
+                return True, "fla refuses gradients of gated rules on Hopper with Triton 3.4 to 3.7.0"
+    return False, "fla has kernels for it"
