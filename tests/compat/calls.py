@@ -45,9 +45,9 @@ def inputs(name, dtype=torch.float64, B=B, T=T, HV=H, seed=0):
     return call
 
 
-def loop(name, q, k, v, g=None, gk=None, g_gamma=None, beta=None, p=None, num_householder=1, state=None, **_):
+def loop(name, q, k, v, g=None, gk=None, gv=None, beta=None, p=None, num_householder=1, state=None, **_):
     """Return the outputs and the last state of the recurrence, a token and a write at a time, in float64."""
-    q, k, v, g, gk, beta, p = (None if x is None else x.double() for x in (q, k, v, g, gk, beta, p))
+    q, k, v, g, gk, gv, beta, p = (None if x is None else x.double() for x in (q, k, v, g, gk, gv, beta, p))
     groups, n = v.shape[2] // q.shape[2], num_householder
     q, k, p = (None if x is None else x.repeat_interleave(groups, 2) for x in (q, k, p))
     if kind(name) == "retention":
@@ -60,6 +60,8 @@ def loop(name, q, k, v, g=None, gk=None, g_gamma=None, beta=None, p=None, num_ho
             S = S * (g[:, t, :, :, None] if g.dim() == 4 else g[:, t, :, None, None]).exp()
         if gk is not None:
             S = S * gk[:, t, :, :, None].exp()
+        if gv is not None:
+            S = S * gv[:, t, :, None, :].exp()
         for i in range(n * t, n * t + n):
             new = v[:, i]
             if kind(name) not in ADDING:

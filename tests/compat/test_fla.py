@@ -123,6 +123,32 @@ def test_decays_per_head_and_key_multiply():
     close(fla.fused_recurrent_gated_delta_rule(**call)[0], loop("delta", **call)[0])
 
 
+@pytest.mark.parametrize(
+    "name,others",
+    [
+        (name, others)
+        for name in NAMES
+        for others in [(), ("g",), ("gk",), ("g", "gk")]
+        if all(takes(name, gate) for gate in (*others, "gv"))
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_decays_per_value_channel(name, others, packed):
+    call, state = inputs(name, B=1, HV=2 * H), states(2 if packed else 1, 2 * H)
+    sizes = {"g": (), "gk": (K,), "gv": (V,)}
+    call |= {gate: F.logsigmoid(torch.randn(1, T, 2 * H, *sizes[gate]).double()) for gate in (*others, "gv")}
+    call |= {gate: None for gate in ("g", "gk") if gate in call and gate not in others}
+    bounds = torch.tensor([0, 4, T]) if packed else None
+    o, final = getattr(fla, name)(**call, initial_state=state, output_final_state=True, cu_seqlens=bounds)
+    for i, span in enumerate([slice(0, 4), slice(4, T)] if packed else [slice(0, T)]):
+        one = {x: y[:, span] if torch.is_tensor(y) else y for x, y in call.items()}
+        expected, last = loop(name, **one, state=state[i : i + 1])
+        close(o[:, span], expected)
+        close(final[i : i + 1], last)
+    first, _ = getattr(fla, name)(**call, initial_state=state.mT, state_v_first=True, cu_seqlens=bounds)
+    close(first, o)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if takes(name, "g_gamma")])
 def test_one_decay_for_all_tokens(name):
     call, gamma = inputs(name), F.logsigmoid(torch.randn(H).double())
@@ -207,7 +233,11 @@ def test_calls_compile_without_graph_breaks():
     "name,wrong,message",
     [
         ("chunk_gla", {"v": torch.zeros(T, V)}, r"v must have shape \(B, T, heads, size\), got \(11, 3\)"),
-        ("fused_recurrent_gla", {"gv": torch.zeros(1)}, r"gv, of shape \(1,\), is not supported.*\(gk\)"),
+        (
+            "fused_recurrent_gla",
+            {"gv": torch.zeros(1)},
+            r"gv must have shape \(B, T, HV, V\) = \(2, 11, 2, 3\), got \(1,\)",
+        ),
         ("chunk_kda", {"cp_context": object()}, "cp_context is not supported: run whole sequences on one device"),
         ("chunk_kda", {"return_intermediate_states": True}, "call with output_final_state=True for each part"),
         ("chunk_kda", {"allow_neg_eigval": True}, "needs use_beta_sigmoid_in_kernel=True; betas"),

@@ -102,9 +102,6 @@ def run(
     for argument, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{argument} must have shape (B, T, heads, size), got {tuple(x.shape)}")
-    if gv is not None:
-        shape = tuple(gv.shape)
-        raise ValueError(f"gv, of shape {shape}, is not supported; decays are per head (g) or per key channel (gk)")
     if cp_context is not None:
         raise ValueError("cp_context is not supported: run whole sequences on one device, or their parts one by one")
     if return_intermediate_states:
@@ -125,7 +122,7 @@ def run(
         gates["log_decay"] = log_decay
     if family.lasting == "delta":
         gates["beta"] = _step_size(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval, wide)
-    rule: str | Rule = family.lasting if log_decay is None else family.fading
+    rule: str | Rule = family.lasting if log_decay is None and gv is None else family.fading
     if p is not None:
         _expect("p", p, "(B, T, H, K)", (B, T, H, K))
         rule = AUXILIARY
@@ -134,6 +131,10 @@ def run(
 
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
     state = _state(initial_state, (N, HV, K, V), wide, q.device, normalize, state_v_first)
+    if gv is not None:
+        _expect("gv", gv, "(B, T, HV, V)", (B, T, HV, V))
+        v, gates = v.flatten(2).unsqueeze(-1), _per_value(gates, gv.to(wide).flatten(2), V)
+        state = None if state is None else FastWeightState(state.W.mT.reshape(N, HV * V, K, 1))
     if reverse:
         q, k, v, gates = q.flip(1), k.flip(1), v.flip(1), {gate: x.flip(1) for gate, x in gates.items()}
     backwards = torch.arange(N - 1, -1, -1, device=q.device) if reverse and cu_seqlens is not None else None
@@ -153,8 +154,10 @@ def run(
     o, last = o.flip(1) if reverse else o, last if backwards is None else last.reorder(backwards)
     final = None
     if output_final_state:
-        final = last.W.transpose(-1, -2).contiguous() if state_v_first else last.W
-    return o.to(dtype), final if last.z is None else (final, last.z.unsqueeze(1))
+        # With gv, heads of one value channel each are put together again.
+        W = last.W if gv is None else last.W.view(N, HV, V, K).mT
+        final = (W.mT if state_v_first else W).contiguous()
+    return o.reshape(B, T, HV, V).to(dtype), final if last.z is None else (final, last.z.unsqueeze(1))
 
 
 def _expect(name: str, x: Tensor, axes: str, shape: tuple[int, ...]) -> None:
@@ -197,6 +200,18 @@ def _log_decay(
     return gk if g is None else g.unsqueeze(-1) + gk
 
 
+def _per_value(gates: dict[str, Tensor], gv: Tensor, V: int) -> dict[str, Tensor]:
+    """Return the gates for one head a value channel, in which the memory also fades by exp(gv), (B, T, HV V).
+
+    Value channels do not mix in any of these recurrences, so that each can be a head of its own.
+    """
+    repeated = {gate: x.repeat_interleave(V, 2) for gate, x in gates.items()}
+    others = repeated.get("log_decay")
+    if others is not None:
+        gv = others + (gv if others.dim() == 3 else gv.unsqueeze(-1))
+    return {**repeated, "log_decay": gv}
+
+
 def _step_size(beta: Tensor | None, v: Tensor, sigmoid: bool, doubled: bool, wide: torch.dtype) -> Tensor:
     """Return beta (B, T, HV) itself, of which logits may be given; 1 for None."""
     if doubled and not sigmoid:
@@ -224,7 +239,7 @@ def _state(
         N, HV, K, V = shape
         axes, wanted = ("(N, HV, V, K)", (N, HV, V, K)) if v_first else ("(N, HV, K, V)", shape)
         _expect("initial_state", W, axes, wanted)
-        W = W.transpose(-1, -2).to(wide).contiguous() if v_first else W.to(wide)
+        W = W.mT.to(wide).contiguous() if v_first else W.to(wide)
     if z is not None:
         _expect("the sum of keys in initial_state", z, "(N, 1, H, K)", (shape[0], 1, *shape[1:3]))
         z = z.squeeze(1).to(wide)
