@@ -306,7 +306,7 @@ def test_rows_for_some_calls_stand_where_others_stand():
 def test_every_size_has_a_row_that_holds_it(dtype, features):
     sizes = (1, 8, 16, 17, 31, 32, 33, 64, 65, 127, 128, 200, 256, 512)
     for D, M, walks, T in product(sizes, sizes[:-1], (1, FEW, FEW + 1), (1, 100, 4 * LONG)):
-        if features.maps and not holds_features(D, M):
+        if features.maps and not holds_features(D, D, M):
             continue
         config = configuration(D, M, dtype, walks, T, features)
         # One program has all values where it computes every gradient; groups are walked twice with the same inverses.

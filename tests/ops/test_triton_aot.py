@@ -246,11 +246,11 @@ def test_compiles_gated_and_normalised(monkeypatch, dtype, D, M, config, capabil
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize(("d", "name", "nu", "M"), [(64, "dpfp", 2, 32), (128, "elu", 0, 128)])
+@pytest.mark.parametrize(("d", "name", "nu", "M"), [(32, "dpfp", 4, 32), (64, "dpfp", 1, 128), (128, "elu", 0, 128)])
 def test_the_most_features_fit_beside_the_most_values(monkeypatch, d, name, nu, M, capability):
     features = Features.named(name, nu, True, True)
     D = features.size(d)
-    assert holds_features(D, M) and not holds_features(D + 1, M) and not holds_features(D, M + 1)
+    assert holds_features(d, D, M) and not holds_features(d, D + 1, M) and not holds_features(d, D, M + 1)
     # The dtype that asks for the most.
     config = configuration(D, M, torch.float16, 999, 256, features)
     check(launches(monkeypatch, torch.float16, d, M, config, gated=False, features=features)[-1:], capability)

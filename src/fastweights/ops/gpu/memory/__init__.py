@@ -12,6 +12,7 @@ from fastweights.ops.gpu.memory.containment import contain
 from fastweights.ops.gpu.memory.signatures import StepSignature, WalkSignature
 from fastweights.ops.gpu.memory.variants import (
     LARGEST_D,
+    LARGEST_HEAD_MAPPED,
     LARGEST_M,
     LARGEST_M_MAPPED,
     candidates,
@@ -76,16 +77,19 @@ def _is_one_step(spec: Spec) -> bool:
 
 def why_unfused(spec: Spec) -> str | None:
     """Say why the features of a call have to be computed before the kernels run; None where they need not."""
-    features, rule, D = spec.features, spec.rule, spec.D
+    features, rule, R, D = spec.features, spec.rule, spec.shape[3], spec.D
     # The accumulator of attention normalisation may come in as one more value column.
     M, one = spec.M + spec.normalized, _is_one_step(spec)
     if features.map in ("other", "silu") or features.l2 or features.scale != 1:
         return "the kernels do not know this feature map or normalisation"
     if features.sum and not features.maps:
         return "the kernels normalise what they map themselves, not keys that come mapped"
-    if features.maps and not holds_features(D, M) and not one:
+    if features.maps and not holds_features(R, D, M) and not one:
         limits = ", ".join(f"D = {most} beside M = {values}" for most, values in LARGEST_M_MAPPED.items())
-        return f"phi has D = {D} features beside M = {M} values; inside the kernels there is room for up to {limits}"
+        return (
+            f"phi has D = {D} features of heads of {R} beside M = {M} values; inside the kernels there is room for up "
+            f"to {limits}, where DPFP makes more than {min(LARGEST_M_MAPPED)} of heads of {LARGEST_HEAD_MAPPED} at most"
+        )
     if features.logits and spec.logarithms:
         return "beside logits of other gates, the kernels take no logarithms of decays"
     if features.logits and not family.takes_logits(rule):

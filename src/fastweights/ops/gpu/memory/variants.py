@@ -271,6 +271,8 @@ ENOUGH = 128
 LARGEST_MAPPED = 256
 # The most values that fit beside up to this many features, in every dtype, on chips of compute capability 8.0.
 LARGEST_M_MAPPED = {128: 128, LARGEST_MAPPED: 32}
+# The largest heads of which a map may make more than 128 features of products: their factors lie on chip, too.
+LARGEST_HEAD_MAPPED = 32
 # The most values beside tiles of exactly this many features for which all gradients come from one launch where products
 # take 16 bits.
 _LARGEST_M_WALKED = {64: 32, 128: 16}
@@ -308,8 +310,10 @@ def plain_rows() -> Iterator[tuple[torch.dtype, int, int, Variant]]:
                 yield dtype, D, M, row
 
 
-def holds_features(D: int, M: int) -> bool:
-    """Say whether phi of D features can be computed inside the kernels, beside values of size M."""
+def holds_features(R: int, D: int, M: int) -> bool:
+    """Say whether D features of heads of size R can be computed inside the kernels, beside values of size M."""
+    if R < D and min(LARGEST_M_MAPPED) < D and R > LARGEST_HEAD_MAPPED:
+        return False
     return next((values for features, values in LARGEST_M_MAPPED.items() if features >= D), 0) >= M
 
 
