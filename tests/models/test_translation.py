@@ -142,7 +142,7 @@ def test_presets_have_the_sizes_of_the_paper():
     big, base = models["big"].config, models["base"].config
     assert (big.d_model, big.n_heads, big.d_ff, big.d_head, big.dropout) == (1024, 16, 4096, 64, 0.3)
     assert (base.d_model, base.n_heads, base.d_ff, base.d_head, base.dropout) == (512, 8, 2048, 64, 0.1)
-    assert all(len(m.encoder) == len(m.decoder) == 6 for name, m in models.items() if name != "tiny")
+    assert all(len(models[name].encoder) == len(models[name].decoder) == 6 for name in ("big", "base"))
     # 6 x (4 + 8) d² + 6 x (8 + 8) d² weights, and the embeddings once; the rest are biases and LayerNorms.
     assert models["big"].n_parameters - 168 * 1024**2 - 32_000 * 1024 < 200_000
     recipe = RECIPES["big"]
@@ -155,7 +155,7 @@ def test_presets_have_the_sizes_of_the_paper():
 
 
 def test_recipes():
-    big, base, tiny = RECIPES.values()
+    big, base, tiny = (RECIPES[name] for name in ("big", "base", "tiny"))
     # Vaswani et al.: Adam, warm-up, and at its end the rate (d_model warm-up)^-1/2.
     for recipe in (big, base):
         assert (recipe["warmup"], recipe["schedule"], recipe["clip"]) == (4000, "inverse_sqrt", None)
