@@ -10,7 +10,7 @@ test: lint
 	$(BIN)/pytest -n auto --dist worksteal
 
 reproduce: $(READY)
-	$(BIN)/fastweights reproduce all --scale small --out reproduced
+	$(BIN)/fastweights reproduce all --scale small
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

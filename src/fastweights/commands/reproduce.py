@@ -79,7 +79,7 @@ def reproduce(
         bool, typer.Option("--keep-runs", help="Leave trained models in OUT/NAME/runs; they can be used as any run.")
     ] = False,
     load: Load = None,
-    out: Out = Path("results"),
+    out: Out = Path("reproduced"),
     force: Annotated[bool, typer.Option("--force", help="Train again what is already known.")] = False,
 ) -> None:
     """Train the models behind figures and tables of the paper, draw them, and say which of its statements hold.
@@ -131,7 +131,7 @@ def reproduce(
 
 
 def report(
-    out: Out = Path("results"),
+    out: Out = Path("reproduced"),
     loss: Annotated[str, typer.Option(help="The loss that counts: the best of a run, or its last.")] = "best",
     data: Annotated[
         list[Path] | None,
