@@ -324,7 +324,5 @@ def byte_pair_library() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise DataError(
-            "byte pair encoding takes tokenizers: pip install 'fastweights[train]' or 'fastweights[mt]'"
-        ) from None
+        raise DataError("byte pair encoding takes tokenizers: pip install tokenizers") from None
     return tokenizers
