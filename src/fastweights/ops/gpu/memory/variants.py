@@ -264,7 +264,7 @@ MAPPED_ROWS: dict[torch.dtype, dict[tuple[int, int], FusedWalk | SplitWalk]] = {
 # walk does not pay. The second half has to be longer, with D up to 64.
 FEW, LONG = 64, 2048
 PROGRAMS, MOST_GROUPS, LEAST_GROUPS, LEAST_CHUNKS = 256, 64, 8, 4
-# Where each takes some of many values, so many programs fill a GPU without groups.
+# Programs that fill a GPU without groups, where each takes some of many values.
 ENOUGH = 128
 
 
@@ -312,7 +312,8 @@ def plain_rows() -> Iterator[tuple[torch.dtype, int, int, Variant]]:
 
 def holds_features(R: int, D: int, M: int) -> bool:
     """Say whether D features of heads of size R can be computed inside the kernels, beside values of size M."""
-    if R < D and min(LARGEST_M_MAPPED) < D and R > LARGEST_HEAD_MAPPED:
+    few = min(LARGEST_M_MAPPED)
+    if few < D and LARGEST_HEAD_MAPPED < R < D:
         return False
     return next((values for features, values in LARGEST_M_MAPPED.items() if features >= D), 0) >= M
 

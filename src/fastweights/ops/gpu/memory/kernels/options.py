@@ -20,7 +20,7 @@ class Options:
     C: int = 0
     """Tokens in a chunk; in walks, those that are taken at once."""
     steps: int = 1
-    """Times that a walk takes so many tokens until it has been through a chunk, whose state is kept."""
+    """Steps of C tokens in which a walk takes a chunk, before which it keeps the state."""
     block_R: int = 0
     """Entries of a tile: R, D and M padded to powers of two, or the part of D or M that a program takes at a time."""
     block_D: int = 0
