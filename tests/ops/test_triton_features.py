@@ -16,7 +16,7 @@ from fastweights.ops.backends import choose
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory import why_unfused
 from fastweights.ops.gpu.memory.autograd import OPERATOR
-from fastweights.ops.gpu.memory.variants import IEEE, Variant, configuration, power_of_two, to_integers
+from fastweights.ops.gpu.memory.variants import IEEE, Variant, configuration, holds_features, power_of_two, to_integers
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.normalization import sum_normalize
 from fastweights.ops.rules import RULES
@@ -202,6 +202,8 @@ def test_where_it_does_not_apply():
     assert "D = 384 features" in reason("delta", 64, 3)
     assert reason("sum", 31, 4) is None
     assert "D = 256 features beside M = 33" in reason("sum", 32, 4, attention=True)
+    # Factors of heads beyond 32 have no place beside more than 128 of their products; other maps have none.
+    assert holds_features(32, 192, 32) and holds_features(256, 256, 32) and not holds_features(33, 132, 32)
     assert "attention normalisation of rule 'delta'" in reason("delta", attention=True)
     with pytest.raises(ValueError, match="outside the family"):
         choose(spec("schlag2021"), "triton")

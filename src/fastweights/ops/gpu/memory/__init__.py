@@ -87,7 +87,7 @@ def why_unfused(spec: Spec) -> str | None:
     if features.maps and not holds_features(R, D, M) and not one:
         limits = ", ".join(f"D = {most} beside M = {values}" for most, values in LARGEST_M_MAPPED.items())
         return (
-            f"phi has D = {D} features of heads of {R} beside M = {M} values; inside the kernels there is room for up "
+            f"phi has D = {D} features beside M = {M} values, of heads of {R}; inside the kernels there is room for up "
             f"to {limits}, where DPFP makes more than {min(LARGEST_M_MAPPED)} of heads of {LARGEST_HEAD_MAPPED} at most"
         )
     if features.logits and spec.logarithms:
