@@ -96,7 +96,8 @@ def _build(compiler: str, path: Path) -> None:
     remove_stale_temporaries(path.parent)
     with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=path.parent) as folder:
         built = Path(folder) / path.name
-        command = [compiler, *FLAGS, f"-I{torch_home / 'include'}", str(SOURCES / "memory.cpp"), "-o", str(built)]
+        sources = map(str, sorted(SOURCES.glob("*.cpp")))
+        command = [compiler, *FLAGS, f"-I{torch_home / 'include'}", *sources, "-o", str(built)]
         command += [f"-L{torch_home / 'lib'}", "-ltorch_cpu"]
         done = subprocess.run(command, capture_output=True, env={**os.environ, "TMPDIR": folder})
         if done.returncode:
