@@ -41,7 +41,7 @@ def test_every_command_has_help_without_paths_of_the_source(command, option):
 
 
 def test_help_lists_every_command():
-    for group in ("", "train", "eval", "bench"):
+    for group in ("", "train", "eval", "export", "bench"):
         listed = run(*group.split(), "-h").output
         for path in COMMANDS:
             *parents, name = path.split()

@@ -13,6 +13,7 @@ import fastweights
 GROUPS = {
     "train": "Train a model; the same command resumes a run that was stopped.",
     "eval": "Measure a trained model.",
+    "export": "Write a trained model for others to use.",
     "bench": "Measure speed and memory against rivals in the same run.",
 }
 # Name -> "module:function" in this package, and its line in the list of commands.
@@ -24,7 +25,7 @@ COMMANDS = {
     "eval mt": ("commands.evaluate:mt", "Measure the BLEU score of a translation model."),
     "generate": ("commands.generate:generate", "Continue a prompt with a trained language model."),
     "translate": ("commands.translate:translate", "Translate lines of text with a trained translation model."),
-    "export": ("commands.export:export", "Write a trained model for others to use, with a card."),
+    "export run": ("commands.export.run:export_run", "Write it without what only training needs, with a card."),
     "reproduce": ("commands.reproduce:reproduce", "Train the models behind the paper's figures and tables."),
     "report": ("commands.reproduce:report", "Draw the plots and the page from the results that there are."),
     "bench memory": ("benchmarks.memory:run", "Compare the backends on the CPU: time and peak memory."),

@@ -1,4 +1,4 @@
-"""`fastweights.load` and `fastweights export`: a trained model in Python gives what the command line gives."""
+"""`fastweights.load` and `fastweights export run`: a trained model in Python gives what the command line gives."""
 
 import json
 import shutil
@@ -92,7 +92,9 @@ def test_an_export_is_a_small_run(language, translation, tmp_path):
     assert run("eval", "lm", language / "carried", "--data", language / "corpus").exit_code == 0
     (language / "carried" / "eval" / "worst.json").write_text('{"ppl": "inf"}')
     for name, source in {"lm": language / "carried", "mt": translation[0]}.items():
-        done = run("export", source, "--out", tmp_path / name, "--precision", "bf16", "--note", "Words of no language.")
+        done = run(
+            "export", "run", source, "--out", tmp_path / name, "--precision", "bf16", "--note", "Words of no language."
+        )
         assert done.exit_code == 0, done.output
         exported, original = fw.load(tmp_path / name), fw.load(source)
         assert exported.checkpoint.scores == original.checkpoint.scores
@@ -106,7 +108,7 @@ def test_an_export_is_a_small_run(language, translation, tmp_path):
     card = (tmp_path / "lm" / "README.md").read_text()
     assert f"ppl {json.loads(result.read_text())['ppl']:.4g}" in card and "| eval/worst.json | ppl inf |" in card
     assert run("generate", tmp_path / "lm", "--prompt", "w3", "--tokens", 3).stdout.startswith("w3 ")
-    again = run("export", language / "carried", "--out", tmp_path / "lm")
+    again = run("export", "run", language / "carried", "--out", tmp_path / "lm")
     assert again.exit_code == 2 and "is not empty" in again.stderr
 
 

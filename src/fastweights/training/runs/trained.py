@@ -122,7 +122,7 @@ def load(run: Path | str, *, checkpoint: str = "best", device: str | torch.devic
     """Load a trained model with its tokenizer.
 
     Args:
-        run: the folder of a run of `fastweights train`, what `fastweights export` made of one, or "demo" for the
+        run: the folder of a run of `fastweights train`, what `fastweights export run` made of one, or "demo" for the
             language model that comes with the package.
         checkpoint: "best" by validation, or "last".
         device: where the model is put.

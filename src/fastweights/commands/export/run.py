@@ -1,4 +1,4 @@
-"""`fastweights export`: a trained model for others to use, small and with a card."""
+"""`fastweights export run`: a trained model in the form of a run, small and with a card."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import typer
 from fastweights.commands.options import option
 from fastweights.commands.results import Which, check_names, run_errors
 from fastweights.common.tables import look_up
-from fastweights.training.runs.export import DTYPES
-from fastweights.training.runs.export import export as write_model
+from fastweights.training.runs.export import DTYPES, export
 from fastweights.training.runs.saved import LanguageRun, TranslationRun, task_of
 
 
-def export(
+def export_run(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `fastweights train`.")],
     out: Annotated[Path, option("New folder to write to.", False)],
     precision: Annotated[str, option(f"Of the weights in the file: {', '.join(DTYPES)}.")] = "fp32",
@@ -30,6 +29,6 @@ def export(
         check_names(checkpoint)
         dtype = look_up(DTYPES, precision, "precision")
         opened = TranslationRun.open(run) if task_of(run) == TranslationRun.name else LanguageRun.open(run)
-        written = write_model(opened, out, which=checkpoint, dtype=dtype, note=note)
+        written = export(opened, out, which=checkpoint, dtype=dtype, note=note)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     typer.echo(f"Written to {out}: {written.folder.name}, {size / 1e6:.1f} MB; {out / 'README.md'} describes it")
