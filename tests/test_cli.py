@@ -133,14 +133,19 @@ def test_info_names_every_entry_of_the_tables():
         assert all(name in result.output for name in table)
 
 
-def test_info_as_json():
+def test_info_as_json(monkeypatch):
     facts = json.loads(run("info", "--json").stdout)
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["feature_maps"] == fw.list_feature_maps()
     assert set(facts["rules"]) == set(fw.list_rules()) and facts["rules"]["delta"]["gates"] == ["beta"]
     assert facts["backends"]["reference"] | {"description": ""} == {"usable": True, "reason": None, "description": ""}
+    library = ("C++ library: level ",) if facts["backends"]["cpu"]["usable"] else ()
+    assert all(words in facts["devices"]["cpu"] for words in ("threads", *library))
     both = run("info", "--json", "--check")
     assert both.exit_code == 2 and "leave --json out" in both.stderr
+    monkeypatch.setenv("FASTWEIGHTS_CPU_LEVEL", "avx1024")
+    unknown = run("info", "--json")
+    assert unknown.exit_code == 2 and "FASTWEIGHTS_CPU_LEVEL must be one of" in unknown.stderr
 
 
 def test_tour_shows_every_rule():

@@ -14,6 +14,7 @@ from rich.table import Table
 import fastweights as fw
 from fastweights.commands.options import AsJson, print_json
 from fastweights.ops.backends import BACKENDS, ENVIRONMENT
+from fastweights.ops.cpu import build
 from fastweights.ops.gpu import self_check
 from fastweights.ops.gpu.memory.self_check import SOURCE, check_of, shipped
 from fastweights.ops.rules import RULES
@@ -65,7 +66,11 @@ def check() -> bool:
 
 def facts() -> dict[str, Any]:
     """Return versions, devices and every entry of the tables, for JSON."""
-    devices = {"cpu": f"{torch.get_num_threads()} threads"}
+    try:
+        library = build.origin()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    devices = {"cpu": f"{torch.get_num_threads()} threads" + (f"; C++ library: {library}" if library else "")}
     for i in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(i)
         devices[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)}, compute capability {major}.{minor}"

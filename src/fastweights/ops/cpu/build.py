@@ -1,7 +1,8 @@
-"""The C++ of backend `cpu`, csrc/: the compiler, the build, and the user's cache that keeps it.
+"""The library of backend `cpu`: the one that came in the wheel, or one built here and kept in the user's cache.
 
-The C++ knows PyTorch by its stable C interface only, so one build takes seconds. What a process finds in the cache is
-the very file that some process built, by the checksum at its end; anything else is built again.
+A wheel has a library for every level of processors in `compiler`. Without it, as in a checkout, the library is built
+for this very processor at first use. What a process finds in the cache is the very file that some process built, by
+the checksum at its end; anything else is built again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import ctypes
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,37 +24,51 @@ from pathlib import Path
 import torch
 
 from fastweights.common.files import remove_stale_temporaries
+from fastweights.ops.cpu.compiler import NATIVE, SOURCES, Level, compile_library, find_compiler, flags, levels
 
-SOURCES = Path(__file__).parent / "csrc"
-# As fast as -ffast-math here, without its assumption that nothing is ever NaN or infinite.
-FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
-)
-
+ENVIRONMENT = "FASTWEIGHTS_CPU_LEVEL"
+SHIPPED = Path(__file__).parent / "lib"
 
 # A build that takes longer says so.
 PATIENCE_S = 2.0
 
 
-def _compiler() -> str | None:
-    """Return the C++ compiler: $CXX, or the first of the usual names."""
-    return next(filter(None, map(shutil.which, [os.environ.get("CXX", ""), "g++", "clang++", "c++"])), None)
+def _cpu() -> list[bytes]:
+    """Return what -march=native looks at; nothing where Linux does not say."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    return sorted({line for line in lines if line.startswith((b"model name", b"flags", b"Features"))})
 
 
-def _cpu() -> bytes:
-    """Return what -march=native looks at."""
-    lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    return b"\n".join(sorted({line for line in lines if line.startswith((b"model name", b"flags", b"Features"))}))
+@cache
+def runnable() -> dict[str, Level]:
+    """Return the levels that this machine can run, by name, the best of a wheel's first, and `native`."""
+    features = {os.fsdecode(word) for line in _cpu() for word in line.split()}
+    return {level.name: level for level in (*levels(), NATIVE) if level.features <= features}
 
 
-def _path(compiler: str) -> Path:
-    """Return where the library for this machine, compiler and PyTorch is kept."""
+def _shipped(level: Level) -> Path | None:
+    path = SHIPPED / f"{level.name}.so"
+    return path if path.exists() else None
+
+
+def selected() -> tuple[Level, Path | None]:
+    """Return the level to run, and its library where it came with the package."""
+    here = runnable()
+    if wanted := os.environ.get(ENVIRONMENT):
+        if wanted not in here:
+            raise ValueError(f"{ENVIRONMENT} must be one of {', '.join(here)} on this machine, got {wanted!r}")
+        return here[wanted], _shipped(here[wanted])
+    return next(((level, path) for level in here.values() if (path := _shipped(level))), (NATIVE, None))
+
+
+def _path(compiler: str, level: Level) -> Path:
+    """Return where the library for this machine and compiler is kept."""
     # Bytes all along: neither the locale nor the compiler has to know UTF-8.
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     sources = [path.read_bytes() for path in sorted(SOURCES.iterdir())]
-    names = [os.fsencode(x) for x in (*FLAGS, compiler, platform.machine(), torch.__version__)]
-    name = hashlib.sha256(b"\n".join([*sources, *names, version, _cpu()])).hexdigest()[:24]
+    names = [os.fsencode(x) for x in (*flags(level), compiler, platform.machine())]
+    name = hashlib.sha256(b"\n".join([*sources, *names, version, *_cpu()])).hexdigest()[:24]
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return home / "fastweights" / "cpu" / f"{name}.so"
 
@@ -90,43 +104,47 @@ def _intact(path: Path) -> bool:
     return content[-32:] == hashlib.sha256(content[:-32]).digest()
 
 
-def _build(compiler: str, path: Path) -> None:
+def _build(compiler: str, level: Level, path: Path) -> None:
     """Compile to `path`, which is either not there or complete, whenever the process stops."""
-    torch_home = Path(torch.__file__).parent
     remove_stale_temporaries(path.parent)
     with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=path.parent) as folder:
         built = Path(folder) / path.name
-        sources = map(str, sorted(SOURCES.glob("*.cpp")))
-        command = [compiler, *FLAGS, f"-I{torch_home / 'include'}", *sources, "-o", str(built)]
-        command += [f"-L{torch_home / 'lib'}", "-ltorch_cpu"]
-        done = subprocess.run(command, capture_output=True, env={**os.environ, "TMPDIR": folder})
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
+        compile_library(compiler, level, built)
         content = built.read_bytes()
         built.write_bytes(content + hashlib.sha256(content).digest())
         built.replace(path)
 
 
+def _load(path: Path) -> ctypes.CDLL:
+    """Load the library, and hand PyTorch's threads to it."""
+    library, pytorch = ctypes.CDLL(str(path)), ctypes.CDLL(torch._C.__file__)
+    library.fastweights_threads(pytorch.torch_parallel_for, pytorch.torch_get_num_threads)
+    return library
+
+
 @cache
 def library() -> ctypes.CDLL:
-    """Return the library; build it where no process on this machine has done so."""
-    compiler = _compiler()
+    """Return the library; build it where none came with the package and no process on this machine has done so."""
+    level, shipped = selected()
+    if shipped:
+        return _load(shipped)
+    compiler = find_compiler()
     if compiler is None:
         raise RuntimeError("there is no C++ compiler")
-    path = _path(compiler)
+    path = _path(compiler, level)
     if _intact(path):
-        return ctypes.CDLL(str(path))
+        return _load(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _announced(), _locked(path.with_suffix(".lock")):
             if not _intact(path):
-                _build(compiler, path)
-            return ctypes.CDLL(str(path))
+                _build(compiler, level, path)
+            return _load(path)
     except OSError:
         # Nowhere to keep it, or to run it from: for this process only.
         with tempfile.TemporaryDirectory() as folder, _announced():
-            _build(compiler, Path(folder) / path.name)
-            return ctypes.CDLL(str(Path(folder) / path.name))
+            _build(compiler, level, Path(folder) / path.name)
+            return _load(Path(folder) / path.name)
 
 
 @cache
@@ -135,7 +153,7 @@ def _failure() -> str | None:
     try:
         library()
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-        reason = f"the C++ could not be built: {error}"
+        reason = f"the C++ could not be built or loaded: {error}"
         warnings.warn(f"{reason}\n'auto' takes the backend 'chunked' instead.", stacklevel=2)
         return reason
     return None
@@ -145,9 +163,20 @@ def _failure() -> str | None:
 def _unavailable() -> str | None:
     if sys.platform != "linux":
         return f"it is built on Linux only, this is {sys.platform}"
-    if _compiler() is None:
+    if selected()[1] is None and find_compiler() is None:
         return "there is no C++ compiler (g++ or clang++, or the one that CXX names)"
     return None
+
+
+def origin() -> str | None:
+    """Describe the library in a few words, without building it; None where there is none."""
+    if unavailable():
+        return None
+    level, shipped = selected()
+    if shipped:
+        return f"level {level.name}, came with the package"
+    built = _intact(_path(find_compiler() or "", level))
+    return f"level {level.name}, {'built on this machine' if built else 'to be built at first use'}"
 
 
 def unavailable() -> str | None:
@@ -156,7 +185,7 @@ def unavailable() -> str | None:
 
 
 def failure() -> str | None:
-    """Return why it could not be built; build it where nobody did."""
+    """Return why it could not be built or loaded; build it where nobody did."""
     return _failure()
 
 

@@ -4,11 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-
-using torch::headeronly::BFloat16;
-using torch::headeronly::Half;
+#include "narrow.h"
 
 enum Kind : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
 

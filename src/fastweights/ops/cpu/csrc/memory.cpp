@@ -12,9 +12,8 @@
 #include <atomic>
 #include <memory>
 
-#include <torch/csrc/stable/c/shim.h>
-
 #include "chunk.h"
+#include "threads.h"
 
 namespace {
 
@@ -36,15 +35,13 @@ Outcome share_out(const Call& call, bool backward, int64_t threads, int64_t coun
     for (int64_t i; !shared.failed && (i = shared.next++) < shared.count;) shared.work(chunk, i);
     if (!chunk.finite) shared.finite = false;
   };
-  if (torch_parallel_for(0, std::min(threads, count), 1, worker, &shared) != 0 || shared.failed) return kNoMemory;
+  if (parallel_for(0, std::min(threads, count), 1, worker, &shared) != 0 || shared.failed) return kNoMemory;
   return shared.finite ? kFinite : kNotFinite;
 }
 
 template <class R>
 Outcome run(const Call& call, bool backward) {
-  uint32_t available = 1;
-  torch_get_num_threads(&available);
-  const int64_t heads = call.N * call.H, threads = available, lanes = Simd<R>::lanes;
+  const int64_t heads = call.N * call.H, threads = number_of_threads(), lanes = Simd<R>::lanes;
   auto first = std::make_unique<int64_t[]>(call.N + 1);
   for (int64_t i = 0; i < call.N; ++i) {
     const int64_t length = call.bounds[i + 1] - call.bounds[i];
