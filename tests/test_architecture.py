@@ -27,6 +27,7 @@ ORDER = [
     "training",
     "experiments",
     "report",
+    "probe",
     "commands",
     "benchmarks",
     "cli",
@@ -35,7 +36,8 @@ ORDER = [
 
 
 PATHS = {module_name(path, SOURCE): path for path in sorted(SOURCE.rglob("*.py"))}
-HOMES = {name: getattr(fw, name).__module__ for name in fw.__all__ if name != "__version__"}
+PUBLIC = [name for name in fw.__all__ if name != "__version__"]
+HOMES = {name: getattr(getattr(fw, name), "__module__", f"fastweights.{name}") for name in PUBLIC}
 GRAPH = {
     name: sorted(imports(path.read_text(), name, path.name == "__init__.py", PATHS, HOMES))
     for name, path in PATHS.items()

@@ -43,7 +43,7 @@ def test_no_page_asks_another_server_for_anything(site):
 def test_every_public_name_is_in_the_reference(site):
     text = "".join(page.read_text() for page in (site / "api").glob("*.html"))
     anchors = {name.rpartition(".")[2] for name in re.findall(r'<h2 id="(fastweights\.[\w.]+)"', text)}
-    assert set(fw.__all__) - {"__version__"} <= anchors
+    assert {*fw.__all__, *fw.probe.__all__} - {"__version__", "probe"} <= anchors
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -71,6 +71,13 @@ def test_a_stream_keeps_one_size(run):
     assert len(sizes) == 3 and len(set(sizes)) == 1
 
 
+def test_a_memory_is_looked_into_and_edited(run):
+    output = run("memory_in_30_lines.py")
+    last = dict(re.findall(r"(\w+) rule: .* ([\d.]+) for the last", output))
+    edited = [float(error) for error in re.findall(r"second value, error (\S+)", output)]
+    assert last["delta"] == "0.00" < last["sum"] and len(edited) == 2 and max(edited) < 1e-14
+
+
 def test_gradients_of_every_sample(run):
     assert "project.weight: (6, 50, 16), one gradient a sample" in run("per_sample_gradients.py")
 

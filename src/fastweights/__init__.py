@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from fastweights import probe as probe
     from fastweights.feature_maps import FeatureMap as FeatureMap
     from fastweights.feature_maps import feature_map as feature_map
     from fastweights.feature_maps import list_feature_maps as list_feature_maps
@@ -60,10 +61,13 @@ _HOMES = {
     "sum_normalize": "ops.normalization",
     "update_rule": "ops.rules",
 }
-__all__ = ["__version__", *_HOMES]
+_MODULES = ("probe",)
+__all__ = ["__version__", *_HOMES, *_MODULES]
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"fastweights.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'fastweights' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"fastweights.{_HOMES[name]}"), name)

@@ -183,7 +183,7 @@ class FastWeightAttention(nn.Module):
         x = check_input(x, self.d_model, mask)
         if self.feature_map.training:
             self.feature_map.redraw()
-        heads, opening, recent = self._heads(x, state, mask, cu_seqlens, starts)
+        heads, opening, recent = self.memory_inputs(x, state, mask, cu_seqlens, starts)
         y, state = fast_weight_memory(**heads, state=state, mask=mask, cu_seqlens=cu_seqlens, starts=starts)
         y = self._join(y, opening)
         state = state if recent is None else replace(state, recent=recent)
@@ -198,11 +198,11 @@ class FastWeightAttention(nn.Module):
         """
         x = check_token(x, self.d_model)
         # Random features stay as they are: a memory can only be read with the features it was written with.
-        heads, opening, recent = self._heads(x, state)
+        heads, opening, recent = self.memory_inputs(x, state)
         y, state = fast_weight_memory(**heads, state=state, in_place=in_place)
         return self._join(y, opening).squeeze(1), state if recent is None else replace(state, recent=recent)
 
-    def _heads(
+    def memory_inputs(
         self,
         x: Tensor,
         state: FastWeightState | None,

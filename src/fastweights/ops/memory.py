@@ -102,14 +102,14 @@ def fast_weight_memory(
         spec = Spec.of(inputs)
     except (AttributeError, IndexError):
         # Something is not a tensor, or has too few dimensions, and the checks say what.
-        _check(inputs)
+        check(inputs)
         raise
     # Checks and the choice of kernels take longer than the smaller kernels: once for each spec.
     run = backends.EXECUTABLES.get((spec, name)) if spec.eager else None
     if run is None:
         several = writes_per_token(inputs) > 1
         steps = spread(inputs) if several else inputs
-        _check(steps)
+        check(steps)
         run = reading_last(backends.prepare(Spec.of(steps), name)) if several else backends.prepare(spec, name)
         if spec.eager:
             if len(backends.EXECUTABLES) >= MOST_EXECUTABLES:
@@ -135,7 +135,7 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in floats else x for x in tensors)
 
 
-def _check(inputs: Inputs) -> None:
+def check(inputs: Inputs) -> None:
     """Raise an error that says what would work, unless everything fits together."""
     q = inputs.q
     if not isinstance(inputs.features, (Features, MapFeatures)):

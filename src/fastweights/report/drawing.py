@@ -13,34 +13,11 @@ import numpy as np
 
 from fastweights.experiments.engine.experiment import Experiment, Results
 from fastweights.report.figures import KINDS
-from fastweights.report.style import EDGE, GRID, LABEL, PAPER, TICK, with_variables
+from fastweights.report.style import SETTINGS, with_variables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SETTINGS: dict[Any, Any] = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": EDGE,
-    "axes.labelcolor": LABEL,
-    "axes.titlecolor": LABEL,
-    "axes.titlesize": "medium",
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.7,
-    "xtick.color": EDGE,
-    "ytick.color": EDGE,
-    "xtick.labelcolor": TICK,
-    "ytick.labelcolor": TICK,
-    "text.color": LABEL,
-    "legend.frameon": False,
-    "figure.facecolor": PAPER,
-    "axes.facecolor": PAPER,
-    "savefig.facecolor": PAPER,
-    # Element ids are hashes: with a fixed salt, the same results give the same file.
-    "svg.hashsalt": "fastweights",
-}
 # Inches; the page shows them about 1.4 times as large, so that the text is 13 to 14 pixels high.
 _FILE, _WIDE, _NARROW = (6.6, 4.5), (6.8, 3.9), (3.7, 3.3)
 
@@ -101,7 +78,7 @@ def _drawn(
     assert experiment.plot is not None
     kind = experiment.plot.kind
     fonts: dict[Any, Any] = {"svg.fonttype": "none" if text_as_text else "path", "font.size": 10 if size[0] > 5 else 9}
-    with matplotlib.rc_context({**_SETTINGS, **fonts}):
+    with matplotlib.rc_context({**SETTINGS, **fonts}):
         figure = Figure(figsize=size, layout="constrained")
         (KINDS[kind] if isinstance(kind, str) else kind)(figure, experiment, results)
         yield figure

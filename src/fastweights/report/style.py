@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 # Okabe and Ito's hues, safe for the colour-blind, with darker and lighter neighbours: on light paper, on dark paper.
 COLOURS = {
@@ -31,6 +32,30 @@ SURROUNDINGS = {
     "edge": (EDGE, "#6b7683"),
     "grid": (GRID, "#262d35"),
     "paper": (PAPER, "#0f1317"),
+}
+# What matplotlib is told of every plot.
+SETTINGS: dict[Any, Any] = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": EDGE,
+    "axes.labelcolor": LABEL,
+    "axes.titlecolor": LABEL,
+    "axes.titlesize": "medium",
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": EDGE,
+    "ytick.color": EDGE,
+    "xtick.labelcolor": TICK,
+    "ytick.labelcolor": TICK,
+    "text.color": LABEL,
+    "legend.frameon": False,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    # Element ids are hashes: with a fixed salt, the same results give the same file.
+    "svg.hashsalt": "fastweights",
 }
 
 
