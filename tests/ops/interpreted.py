@@ -77,10 +77,57 @@ def patch_once_a_launch() -> None:
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
 
 
+def refuse_foreign_addresses() -> None:
+    """Have the interpreter refuse to load or store outside of the memory of a launch's tensors.
+
+    On a GPU that is an illegal memory access, after which no call of the process works any more.
+    """
+    import numpy as np
+    from triton.runtime import interpreter
+
+    native, take = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
+    memory: list[np.ndarray] = []
+
+    def flat(arguments):
+        for x in arguments:
+            if isinstance(x, tuple):
+                yield from flat(x)
+            elif isinstance(x, torch.Tensor):
+                yield x.untyped_storage()
+
+    def take_and_note(self, arguments, named):
+        taken = take(self, arguments, named)
+        ranges = sorted((x.data_ptr(), x.data_ptr() + x.nbytes()) for x in flat((*taken[0], *taken[1].values())))
+        memory[:] = [np.array(side, dtype=np.uint64) for side in zip(*ranges, strict=True)]
+        return taken
+
+    def check(addresses, mask, size):
+        begins, ends = memory
+        used = np.asarray(addresses)[np.asarray(mask, dtype=bool)]
+        nearest = np.searchsorted(begins, used, side="right")
+        inside = (nearest > 0) & (used + np.uint64(size) <= np.maximum.accumulate(ends)[nearest - 1])
+        assert inside.all(), f"{(~inside).sum()} of {used.size} addresses are in no tensor of the launch"
+
+    class Checked:
+        def __getattr__(self, name):
+            return getattr(native, name)
+
+        def load(self, addresses, mask, other, dtype):
+            check(addresses, mask, np.dtype(dtype).itemsize)
+            return native.load(addresses, mask, other, dtype)
+
+        def store(self, addresses, values, mask):
+            check(addresses, mask, values.dtype.itemsize)
+            return native.store(addresses, values, mask)
+
+    interpreter._interpreter, interpreter.GridExecutor._init_args_hst = Checked(), take_and_note
+
+
 if INTERPRETED:
     from tests.ops import interpreted_gluon
 
     patch_once_a_launch()
+    refuse_foreign_addresses()
     sys.modules["fastweights.ops.gpu.memory.kernels.gluon"] = interpreted_gluon
 
 
