@@ -244,7 +244,7 @@ class Plan:
         options, variant = self.options, self.variant
         tile = options.block_D if options.map != "none" else 16
         if isinstance(variant, SplitWalk):
-            tile = min(variant.key_tile, options.block_D)
+            tile = variant.tile(options.block_D)
         return replace(options, steps=1, packed=self.packed, grouped=False, block_D=tile)
 
     def _in_walks(self, unit: int, warps: int, stages: int, **more: Any) -> Options:
