@@ -83,7 +83,7 @@ def test_it_is_run_judged_and_shown(invoke, tmp_path):
     (tmp_path / "decaying.py").write_text(FILE)
     result = invoke("reproduce", "decay", "--scale", "smoke", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert "[4/4] decay slow S=4 seed 1: loss 0.5000" in result.stderr and "at 2 of 2" in result.stdout
+    assert "[4/4] decay, the slow one, S = 4, seed 1: loss 0.5000" in result.stderr and "at 2 of 2" in result.stdout
     assert (tmp_path / "out" / "decay" / "decay.svg").exists()
     page = tmp_path / "out" / "index.html"
     for text in ("Two ways to fall", "One falls faster", "<td>fast</td><td>0.500</td>", "✓"):
@@ -91,7 +91,7 @@ def test_it_is_run_judged_and_shown(invoke, tmp_path):
     page.unlink()
     assert invoke("report").exit_code == 0 and "Two ways to fall" in page.read_text()
     listed = invoke("reproduce", "--list")
-    assert listed.exit_code == 0 and "smoke: 4 cells" in listed.stdout
+    assert listed.exit_code == 0 and "smoke: 4 models" in listed.stdout
     result = invoke("reproduce", "decay", "--scale", "paper")
     assert result.exit_code == 2 and "decay has scales smoke" in result.stderr
 

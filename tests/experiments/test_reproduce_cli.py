@@ -47,10 +47,10 @@ def test_all_figures(run, training, tmp_path):
         assert json.loads((out / name / "results.json").read_text())["scale"] == "smoke"
         assert (out / name / f"{name}.svg").exists() and (out / name / f"{name}.png").exists()
     assert len(training.trained) == len(set(training.trained)) == 32
-    assert "[45/45] fig5 favor-128-delta S=4 seed 1: loss NaN" in result.stderr
+    assert "[45/45] fig5, delta rule, FAVOR+ 128, S = 4, seed 1: loss NaN" in result.stderr
 
     again = run("reproduce", *figures, "--scale", "smoke")
-    assert again.exit_code == 0 and "16 cells, 16 of them known" in again.stderr
+    assert again.exit_code == 0 and "16 models, 16 of them known" in again.stderr
     before, page = len(training.trained), out / "index.html"
     page.unlink()
     report = run("report")
@@ -131,7 +131,7 @@ def test_all_ends_with_a_summary_of_25_lines(run, training, monkeypatch):
     assert lines[0] == "Of 17 statements of the paper, 10 hold, 7 not decided at this scale."
     assert lines[1].split("  ") == ["Figure 1", "small scale", "4 hold"]
     assert "Figure 5  small scale  3 not decided at this scale (needs scale paper)" in lines
-    begun = [line.split(":")[0] for line in result.stderr.splitlines() if " cell" in line and ": " in line]
+    begun = [line.split(":")[0] for line in result.stderr.splitlines() if " model" in line and ": " in line]
     assert [name for name in begun if name in EXPERIMENTS] == ["fig2", "fig1", "fig4", "fig5"], (
         "what decides most first"
     )
@@ -190,14 +190,14 @@ def test_interrupted(run, training, tmp_path):
     training.stop_after = 3
     result = run("reproduce", "fig2", "fig5", "--scale", "smoke")
     assert result.exit_code == 130
-    assert "3 of 32 cells are done" in result.stderr and "resumes from there" in result.stderr
+    assert "3 of 32 models are done" in result.stderr and "resumes from there" in result.stderr
     training.stop_after = None
     assert run("report").exit_code == 0
     assert run("reproduce", "fig2", "fig5", "--scale", "smoke").exit_code == 0
     assert len(training.trained) == 32
     training.stop_after = 35
     result = run("reproduce", "fig2", "fig5", "--scale", "smoke", "--force")
-    assert result.exit_code == 130 and "3 of 32 cells are done" in result.stderr
+    assert result.exit_code == 130 and "3 of 32 models are done" in result.stderr
     assert "not reached keep the results they had" in result.stderr and "resumes" not in result.stderr
 
 
@@ -212,9 +212,9 @@ def test_report_takes_up_cells_of_a_killed_sweep(run, training, tmp_path):
 
 def test_list(run, training):
     fresh = run("reproduce", "--list")
-    assert fresh.exit_code == 0 and fresh.stdout.count("none") == len(EXPERIMENTS) and "240 cells" in fresh.stdout
+    assert fresh.exit_code == 0 and fresh.stdout.count("none") == len(EXPERIMENTS) and "240 models" in fresh.stdout
     run("reproduce", "fig3", "--scale", "smoke")
-    assert "smoke: 4 cells, 6.0 s of training" in run("reproduce", "--list").stdout
+    assert "smoke: 4 models, 6.0 s of training" in run("reproduce", "--list").stdout
 
 
 def test_report_takes_a_corpus_that_results_were_made_with(run, training, tmp_path):

@@ -278,13 +278,13 @@ def test_every_table_from_the_command_line(invoke, tmp_path, monkeypatch):
     cells = [path.stem for path in out.glob("*/cells/*.json")]
     assert len(set(cells)) == 16 + 12 and len(cells) == 5 + 4 + 6 + 5 + 12, "equal cells are trained once"
     assert result.stderr.count("after 4 steps") == 16 and result.stderr.count(" words/s, ") == 12
-    assert "table4 xl D=16: step 3 of 4, loss" in result.stderr, "a long cell says where it is"
+    assert "table4, Transformer-XL, D = 16: step 3 of 4, loss" in result.stderr, "a long training says where it is"
     assert "Delta Network" in page and "fables" in page and page.count('<div class="plot"') == len(TABLES)
     assert "http:" not in page and "https:" not in page
     again = invoke("reproduce", *TABLES, "--scale", "smoke")
     assert again.exit_code == 0 and "after" not in again.stderr
     listed = invoke("reproduce", "--list").stdout
-    assert "smoke: 5 cells" in listed and "12.3 G words each small model" in listed
+    assert "smoke: 5 models" in listed and "12.3 G words each small model" in listed
 
 
 def test_runs_can_be_kept_and_settings_shown(invoke, tmp_path):

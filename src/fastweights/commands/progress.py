@@ -32,6 +32,7 @@ class Display:
         self.total = total
         self._work_left = self._work_done = 0
         self._experiment, self._size_name = "", ""
+        self._labels: Mapping[str, str] = {}
         self._start = self._said = time.monotonic()
         self._running: OrderedDict[str, str] = OrderedDict()
         self._bars = Progress(
@@ -59,34 +60,39 @@ class Display:
 
     def begin(self, experiment: Experiment, known: Sequence[Cell], missing: Sequence[Cell]) -> None:
         self._experiment, self._size_name = experiment.name, experiment.size_name
+        self._labels = experiment.models
         self._running.clear()
         self.finished += len(known)
         self._work_left, self._work_done = sum(cell.config["size"] for cell in missing), 0
         self._start = time.monotonic()
-        cells = len(known) + len(missing)
+        models = len(known) + len(missing)
         kept = f", {len(known)} of them known" if known else ""
-        self._say(f"{experiment.name}: {experiment.title}, {cells} cell{'s' if cells != 1 else ''}{kept}")
+        self._say(f"{experiment.name}: {experiment.title}, {models} model{'s' if models != 1 else ''}{kept}")
         self._show()
 
     def step(self, cell: Cell, step: int, loss: float) -> None:
-        name = f"{cell.config['model']} {self._size_name}={cell.config['size']}"
+        name = self._name(cell.config)
         if self.live:
             self._running[cell.slug] = f"{name} {format_loss(loss)}"
             self._running.move_to_end(cell.slug)
             self._show()
         elif time.monotonic() - self._said >= _SILENCE:
             planned = f" of {cell.config['steps']}" if "steps" in cell.config else ""
-            self._say(f"{self._experiment} {name}: step {step}{planned}, loss {format_loss(loss)}")
+            self._say(f"{self._experiment}, {name}: step {step}{planned}, loss {format_loss(loss)}")
 
     def done(self, record: CellRecord) -> None:
         self.finished += 1
         self._work_left -= record.config["size"]
         self._work_done += record.config["size"]
         self._running.pop(record.slug, None)
-        model, size, seed = (record.config[name] for name in ("model", "size", "seed"))
-        place = f"[{self.finished}/{self.total}] {self._experiment} {model} {self._size_name}={size} seed {seed}"
+        name, seed = self._name(record.config), record.config["seed"]
+        place = f"[{self.finished}/{self.total}] {self._experiment}, {name}, seed {seed}"
         self._say(f"{place}: {_outcome(record.metrics)}{format_seconds(record.wall_s)}{self._left(', {} left')}")
         self._show()
+
+    def _name(self, config: Mapping[str, Any]) -> str:
+        """Name a model as its figure or table does."""
+        return f"{self._labels[config['model']]}, {self._size_name} = {config['size']}"
 
     def _left(self, text: str) -> str:
         """Return the time left at the pace so far; nothing until there is a pace."""

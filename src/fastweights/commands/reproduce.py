@@ -1,4 +1,4 @@
-"""`fastweights reproduce` trains the cells of figures and tables; `fastweights report` draws what has been trained."""
+"""`fastweights reproduce` trains the models of figures and tables; `fastweights report` draws what has been trained."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def reproduce(
     device: Device = "auto",
     jobs: Annotated[
         int | None,
-        typer.Option(help="Cells at once.", show_default="the number of cores; on a GPU 8, of language models 1"),
+        typer.Option(
+            help="Models trained at once.", show_default="the number of cores; on a GPU 8, of language models 1"
+        ),
     ] = None,
     data: Annotated[
         list[Path] | None,
@@ -69,11 +71,11 @@ def reproduce(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of model or training in every cell."),
+        typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of every model or of its training."),
     ] = None,
     part: Annotated[
         str | None,
-        typer.Option(metavar="I/N", help="Train the I-th of N parts of the cells, for a sweep on N machines."),
+        typer.Option(metavar="I/N", help="Train the I-th of N parts of the models, for a sweep on N machines."),
     ] = None,
     keep_runs: Annotated[
         bool, typer.Option("--keep-runs", help="Leave trained models in OUT/NAME/runs; they can be used as any run.")
@@ -84,7 +86,7 @@ def reproduce(
 ) -> None:
     """Train the models behind figures and tables of the paper, draw them, and say which of its statements hold.
 
-    Every cell is kept as soon as it is trained: the same command resumes where an interrupted one stopped.
+    Every model's result is kept as soon as it is trained: the same command resumes where an interrupted one stopped.
     """
     with input_errors(_BAD_INPUT):
         store = _open(out, load)
@@ -122,8 +124,8 @@ def reproduce(
         except KeyboardInterrupt:
             further = "The same command resumes from there"
             if force:
-                further = "Cells that were not reached keep the results they had; the same command begins anew"
-            done = f"Stopped: {display.finished} of {display.total} cells are done and kept in {out}."
+                further = "Models that were not reached keep the results they had; the same command begins anew"
+            done = f"Stopped: {display.finished} of {display.total} models are done and kept in {out}."
             say(f"{done} {further}; `fastweights report --out {out}` draws what there is.")
             raise typer.Exit(130) from None
     with _file_errors():
@@ -289,10 +291,10 @@ def _list(store: Store) -> list[dict[str, Any]]:
 def _print_list(store: Store) -> None:
     table = Table("name", "what", *(f"at scale {scale}" for scale in SCALES), "results", pad_edge=False, box=None)
     for row in _list(store):
-        costs = [f"{at['cells']} cells, {at['cost']}" if (at := row["scales"].get(name)) else "" for name in SCALES]
+        costs = [f"{at['cells']} models, {at['cost']}" if (at := row["scales"].get(name)) else "" for name in SCALES]
         results = "none"
         if known := row["results"]:
-            results = f"{known['scale']}: {known['cells']} cells, {format_seconds(known['train_s'])} of training"
+            results = f"{known['scale']}: {known['cells']} models, {format_seconds(known['train_s'])} of training"
         table.add_row(row["name"], f"{row['title']} ({row['where']})", *costs, results)
     _console(sys.stdout).print(table)
     for scale in known_scales()[len(SCALES) :]:

@@ -151,10 +151,10 @@ def _how(chapter: Chapter, scale: str, seen: Seen) -> str:
     entries = {
         "command": f"<code>{escape(_command(chapter, scale))}</code>",
         "protocol": escape(protocol),
-        "cells": f"{len(records)} ({planned} planned at this scale)",
+        "models": f"{len(records)} ({planned} planned at this scale)",
         "seeds": ", ".join(map(str, seeds)),
         "text": "<br>".join(escape(f"{name} ({_words(c)}, {c['fingerprint']})") for name, c in corpora.items()),
-        "time": f"{format_seconds(sum(record.wall_s for record in records))}, summed over cells",
+        "time": f"{format_seconds(sum(record.wall_s for record in records))}, summed over models",
         "machine": '<a href="#machines">machines and versions</a>',
     }
     items = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in entries.items() if value)

@@ -21,7 +21,7 @@ from fastweights.experiments.engine.shape import Shape
 from fastweights.training.engine.config import Fields
 
 SCALES = {
-    "smoke": "a few steps of each cell, to see that everything runs; its numbers mean nothing",
+    "smoke": "a few steps of each model, to see that everything runs; its numbers mean nothing",
     "small": "reduced sizes and training for a laptop",
     "code": "the paper's sizes by the protocol of its released code, where that differs from the text",
     "paper": "the paper's protocol",

@@ -190,7 +190,7 @@ class Store:
             ]
             if records:
                 self.warn(
-                    f"the results of {name} are of an older configuration; `reproduce` would train its cells again"
+                    f"the results of {name} are of an older configuration; `reproduce` would train its models again"
                 )
         return (scale if records else None), records
 
