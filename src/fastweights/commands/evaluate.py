@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
+
+import torch
 
 from fastweights.commands.options import AsJson, Device, option, pick_device, require, say
 from fastweights.commands.results import (
@@ -22,7 +25,10 @@ from fastweights.commands.results import (
     run_errors,
 )
 from fastweights.common.provenance import origin
+from fastweights.data.manifest import DataError
+from fastweights.data.text.corpus import TokenStream
 from fastweights.data.text.documents import mark_documents
+from fastweights.data.tokenizer import Tokenizer
 from fastweights.inference.beam import Search
 from fastweights.inference.translate import translate
 from fastweights.training.runs.checkpoint import Checkpoint, CheckpointError
@@ -55,6 +61,7 @@ def lm(
     clamp_len: Annotated[int | None, option("xl: greatest distance told apart.", "the segment of training")] = None,
     checkpoint: Which = "best",
     data: Data = None,
+    text: Annotated[Path | None, option("Score this text in UTF-8 in place of a split of the corpus.", False)] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -65,9 +72,14 @@ def lm(
     with run_errors():
         check_names(checkpoint, split)
         device = pick_device(device)
+        if text is not None and split != "valid":
+            raise ValueError(f"--text is scored in place of a split, got --split {split} too; leave one of them out")
         opened = LanguageRun.open(run)
+        scored = _of_corpus(opened, split, data) if text is None else _of_file(opened, text, data)
         if protocol == "segment" and batch is None:
-            batch = opened.task["eval_batch"]
+            # A short text is not spread over more rows than it has segments.
+            most = opened.task["eval_batch"] if text is None else max(1, len(scored.stream) // opened.segment)
+            batch = min(opened.task["eval_batch"], most)
         how = evaluate.protocol(
             protocol,
             opened.model,
@@ -80,37 +92,40 @@ def lm(
             clamp_len=clamp_len,
             device=device,
         )
-        corpus = opened.corpus(data)
-        stream = mark_documents(corpus.split(split), corpus.tokenizer, opened.documents)
+        stream = mark_documents(scored.stream, scored.tokenizer, opened.documents)
         stream = stream if device == "cpu" else stream.to(device)
         model, source = opened.load(checkpoint, device)
-    say(f"scoring {len(stream):,} tokens of {split} with {source.folder.name}")
+    say(f"scoring {len(stream):,} tokens of {scored.split} with {source.folder.name}")
     start = time.monotonic()
     faster = "; --stride N scores N of them in each window, N times as fast" if how.stride == 1 else ""
     with measuring("tokens", faster) as report:
         score = evaluate.measure(model, stream, how, report)
         if not math.isfinite(score.loss):
             raise CheckpointError(
-                f"the loss of {source.folder} on {split} is {score.loss}, which has no perplexity; "
+                f"the loss of {source.folder} on {scored.split} is {score.loss}, which has no perplexity; "
                 "train again with a lower --lr and --fresh"
             )
     wall = time.monotonic() - start
-    about = {**_about(run, source, split, corpus), "protocol": how.describe(), "documents": opened.documents}
+    about = {
+        **_about(run, source, scored.split, scored.name, scored.fingerprint),
+        "protocol": how.describe(),
+        "documents": opened.documents,
+    }
     if how.carry:
         if how.mem_len is not None:
             model.set_memory(how.mem_len, how.clamp_len)
         about["state_size"] = model.state_size(how.segment)
     numbers = {"ppl": score.ppl if math.isfinite(score.ppl) else str(score.ppl), "loss": score.loss}
-    of_text = _bits_of_text(score.bits, corpus.manifest["splits"][split])
+    of_text = _bits_of_text(score.bits, scored.counts)
     numbers |= {"bits_per_token": score.bits, **{f"bits_per_{unit}": bits for unit, bits in of_text.items()}}
     numbers |= {"tokens": score.tokens, "wall_s": wall}
     record = {**about, **numbers, "tokens_per_s": score.tokens / wall, **origin(device), "device": device}
-    every = {corpus.tokenizer.unit: score.bits, **of_text}
+    every = {scored.tokenizer.unit: score.bits, **of_text}
     lines = [
         f"perplexity {score.ppl:.3f}, " + ", ".join(f"{bits:.4f} bits per {unit}" for unit, bits in every.items()),
         f"{score.tokens:,} tokens scored in {wall:.1f} s, {score.tokens / wall:,.0f} tokens/s",
     ]
-    keep_result(run / "eval" / f"{split}-{how.slug}-{_kind(source)}.json", record, lines, as_json)
+    keep_result(run / "eval" / f"{scored.split}-{how.slug}-{_kind(source)}.json", record, lines, as_json)
 
 
 def mt(
@@ -148,7 +163,7 @@ def mt(
     score = bleu(translations, pairs.targets)
     samples = list(zip(pairs.sources[:SAMPLES], translations[:SAMPLES], pairs.targets[:SAMPLES], strict=True))
     record = {
-        **_about(run, source, split, corpus),
+        **_about(run, source, split, corpus.manifest["name"], corpus.fingerprint),
         **how,
         "bleu": score.score,
         "signature": score.signature,
@@ -168,15 +183,49 @@ def mt(
     keep_result(path, record, lines, as_json, more)
 
 
+class _Scored(NamedTuple):
+    """A text to score: its tokens, how files and results name it, and its length in tokens, characters and bytes."""
+
+    stream: TokenStream
+    tokenizer: Tokenizer
+    split: str
+    name: str
+    fingerprint: str
+    counts: dict[str, Any]
+
+
+def _of_corpus(run: LanguageRun, split: str, data: Path | None) -> _Scored:
+    corpus = run.corpus(data)
+    counts = corpus.manifest["splits"][split]
+    return _Scored(corpus.split(split), corpus.tokenizer, split, corpus.manifest["name"], corpus.fingerprint, counts)
+
+
+def _of_file(run: LanguageRun, path: Path, data: Path | None) -> _Scored:
+    try:
+        content = path.read_bytes()
+        text = content.decode("utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start:,}") from None
+    tokenizer = run.tokenizer(data)
+    tokens = tokenizer.encode(text)
+    if len(tokens) < 2:
+        raise DataError(f"{path} has {len(tokens)} tokens, and at least 2 are needed: one to read and one to predict")
+    counts = {"tokens": len(tokens), "characters": len(text), "text_bytes": len(text.encode())}
+    fingerprint = hashlib.sha256(content).hexdigest()[:16]
+    return _Scored(TokenStream(torch.tensor(tokens)), tokenizer, path.stem, path.name, fingerprint, counts)
+
+
 def _bits_of_text(bits: float, counts: dict[str, Any]) -> dict[str, float]:
     """Return bits per character and per byte from those per token: models of other tokens can be compared by them."""
     sizes = {"character": counts.get("characters"), "byte": counts.get("text_bytes")}
     return {unit: bits * counts["tokens"] / size for unit, size in sizes.items() if size}
 
 
-def _about(run: Path, source: Checkpoint, split: str, corpus: Any) -> dict[str, Any]:
+def _about(run: Path, source: Checkpoint, split: str, corpus: str, fingerprint: str) -> dict[str, Any]:
     about = {"run": str(run), "checkpoint": source.folder.name, "step": source.step, "split": split}
-    return {**about, "corpus": corpus.manifest["name"], "fingerprint": corpus.fingerprint}
+    return {**about, "corpus": corpus, "fingerprint": fingerprint}
 
 
 def _kind(source: Checkpoint) -> str:

@@ -92,6 +92,8 @@ class Stream:
                     f"this stream takes token numbers, got the text {tokens[:20]!r}; Stream(model, tokenizer=...) "
                     "takes text too, and so does the stream of a model from fastweights.load"
                 )
+            if not tokens:
+                raise ValueError("the text is empty, so there is nothing to read; feed at least one character")
             tokens = self._tokenizer.encode(tokens)
         row = _row(tokens)
         if self._graph and self._state is not None and len(row) == 1:

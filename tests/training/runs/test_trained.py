@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import fastweights as fw
 from fastweights.cli import app
+from fastweights.data.text.corpus import Corpus
 from fastweights.training.engine.loop import train
 from fastweights.training.runs.folder import RunError
 from fastweights.training.runs.saved import find_run, keep_tokenizer
@@ -76,6 +77,39 @@ def test_a_stream_reads_text_in_any_parts(language):
     with pytest.raises(TypeError, match="takes token numbers, got the text 'w19 w16'"):
         fw.Stream(lm.model).feed("w19 w16")
     torch.testing.assert_close(fw.Stream(lm.model).feed(numbers), lm.stream().feed("w19 w16"))
+    with pytest.raises(ValueError, match="the text is empty"):
+        stream.feed("")
+
+
+def test_a_text_is_scored_as_a_split_of_the_same_words(language, tmp_path):
+    def score(*arguments):
+        done = run("eval", "lm", language / "carried", *arguments, "--protocol", "carried", "--json")
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    split = score("--data", language / "corpus", "--split", "test")
+    lm, text = fw.load(language / "carried"), tmp_path / "mine.txt"
+    text.write_text(lm.tokenizer.decode(Corpus.load(language / "corpus").test.tokens.tolist()))
+    alone = score("--text", text)
+    same = ("loss", "tokens", "bits_per_character", "bits_per_byte")
+    assert {name: alone[name] for name in same} == {name: split[name] for name in same}
+    assert alone["corpus"] == "mine.txt"
+    assert list((language / "carried" / "eval").glob("mine-carried*.json"))
+
+
+def test_errors_of_texts_to_score(language, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.txt").write_text("w1")
+    (tmp_path / "latin.txt").write_bytes("Größe".encode("latin-1"))
+    for arguments, message in (
+        (["demo"], "does not come with the corpus it was trained on; say with --data where that is, or score a text"),
+        ([language / "carried", "--text", "one.txt"], "one.txt has 1 tokens, and at least 2 are needed"),
+        ([language / "carried", "--text", "latin.txt"], "latin.txt is not text in UTF-8: invalid"),
+        ([language / "carried", "--text", "none.txt"], "none.txt cannot be read: No such file"),
+        ([language / "carried", "--text", "one.txt", "--split", "test"], "in place of a split, got --split test too"),
+    ):
+        done = run("eval", "lm", *arguments)
+        assert done.exit_code == 2 and message in " ".join(done.stderr.split()), done.stderr
 
 
 def test_translate_is_the_command(translation):

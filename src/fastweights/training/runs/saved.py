@@ -61,6 +61,7 @@ class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
     name: ClassVar[str]
     what: ClassVar[str]
     command: ClassVar[str]
+    without_corpus: ClassVar[str] = ""
     classes: ClassVar[tuple[type[Any], type[Any], type[Any]]]
 
     @classmethod
@@ -102,7 +103,12 @@ class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
 
     def corpus(self, data: Path | str | None = None) -> CorpusT:
         """Return the corpus it was trained on, from where it was then or from `data`."""
-        folder = Path(data) if data is not None else Path(self.about.get("data", "data"))
+        if data is None and "data" not in self.about:
+            raise RunError(
+                f"{self.folder} does not come with the corpus it was trained on; say with --data where that is"
+                f"{self.without_corpus}"
+            )
+        folder = Path(data) if data is not None else Path(self.about["data"])
         corpus: CorpusT = self.classes[2].load(folder)
         difference = self._difference(corpus)
         if difference is not None:
@@ -137,6 +143,7 @@ class LanguageRun(SavedRun[LanguageModelConfig, LanguageModel, Corpus]):
     name = "language"
     what = "a language model"
     command = "train lm"
+    without_corpus = ", or score a text of your own with --text FILE"
     classes = (LanguageModelConfig, LanguageModel, Corpus)
 
     @property
