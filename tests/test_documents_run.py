@@ -22,6 +22,7 @@ import typer
 from typer.testing import CliRunner
 
 from fastweights.cli import app
+from fastweights.commands.options import read_settings
 from fastweights.data.registry import CORPORA
 from fastweights.data.text import embedded
 from fastweights.experiments import EXPERIMENTS
@@ -31,6 +32,8 @@ from fastweights.models.translation_config import ATTENTIONS
 from fastweights.models.translation_presets import PRESETS as MT_PRESETS
 from fastweights.ops.backends import BACKENDS, EXECUTABLES
 from fastweights.ops.rules import RULES
+from fastweights.training.tasks.language import FIELDS as LM_FIELDS
+from fastweights.training.tasks.translation import FIELDS as MT_FIELDS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -165,6 +168,20 @@ def check_options(arguments):
         values = context.params[option]
         for value in values if isinstance(values, list | tuple) else [values]:
             assert value is None or value in known, (arguments, value)
+    check_settings(name, context.params)
+
+
+def check_settings(name, options):
+    """Read the fields and values of --set as the command does."""
+    given = options.get("settings") or []
+    if name[0] == "reproduce":
+        takers = [EXPERIMENTS[name].fields for name in options["names"] or () if name != "all"]
+        takers = [fields for fields in takers if fields]
+        assert takers or not given, "no experiment that takes --set is named"
+    else:
+        takers = [LM_FIELDS if name == ["train", "lm"] else MT_FIELDS]
+    for fields in takers:
+        fields.sort(read_settings(fields, given, {}))
 
 
 def run_script(code, folder):
@@ -183,6 +200,13 @@ def run_script(code, folder):
         check_options(words[words.index("fastweights") + 1 :])
 
 
+@documents
+def test_settings_in_sentences_exist(path):
+    for setting in re.findall(r"`--set ([a-z]\w*=[^`\s]+)`", path.read_text()):
+        fields = MT_FIELDS if path.name == "translation.md" else LM_FIELDS
+        fields.sort(read_settings(fields, [setting], {}))
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -198,6 +222,13 @@ def run_script(code, folder):
 def test_wrong_commands_are_seen(line):
     with pytest.raises(AssertionError):
         run_line(line, "options only")
+
+
+def test_wrong_settings_are_seen():
+    for command in ("train lm", "train mt", "reproduce table2", "reproduce table1"):
+        run_line(f"fastweights {command} --set precision=bf16-mixed", "options only")
+        with pytest.raises(ValueError, match="unknown field 'prezision'"):
+            run_line(f"fastweights {command} --set prezision=bf16-mixed", "options only")
 
 
 def test_wrong_options_are_seen():
