@@ -10,13 +10,12 @@ from pydoc_data.topics import topics
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 import fastweights as fw
 
 BATCH, LENGTH, SIZE, LAYERS = 16, 128, 96, 3
-text = Path(sys.argv[1]).read_text("utf-8") if len(sys.argv) > 1 else "\n".join(topics.values())
-steps = int(sys.argv[2]) if len(sys.argv) > 2 else 150
+text = Path(sys.argv[1]).read_text("utf-8") if sys.argv[1:] else "\n".join(topics.values())
+steps = int(sys.argv[2]) if sys.argv[2:] else 150
 characters = sorted(set(text))
 tokens = torch.tensor([characters.index(character) for character in text])
 
@@ -24,15 +23,14 @@ tokens = torch.tensor([characters.index(character) for character in text])
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(SIZE)
+        self.norms = nn.ModuleList(nn.LayerNorm(SIZE) for _ in range(2))
         self.memory = fw.FastWeightAttention(SIZE, n_heads=4, rule="delta", feature_map="silu", normalization="l2")
-        wide = 4 * SIZE
-        self.feedforward = nn.Sequential(nn.LayerNorm(SIZE), nn.Linear(SIZE, wide), nn.GELU(), nn.Linear(wide, SIZE))
+        self.feedforward = nn.Sequential(nn.Linear(SIZE, 4 * SIZE), nn.GELU(), nn.Linear(4 * SIZE, SIZE))
 
     def forward(self, x, state=None):
-        y, state = self.memory(self.norm(x), state)
+        y, state = self.memory(self.norms[0](x), state)
         x = x + y
-        return x + self.feedforward(x), state
+        return x + self.feedforward(self.norms[1](x)), state
 
 
 class CharacterModel(nn.Module):
@@ -49,17 +47,16 @@ class CharacterModel(nn.Module):
         return self.head(x), states
 
 
-torch.manual_seed(0)
 model = CharacterModel()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 for step in range(1, steps + 1):
     batch = tokens[torch.randint(len(tokens) - LENGTH, (BATCH, 1)) + torch.arange(LENGTH + 1)]
     logits, _ = model(batch[:, :-1])
-    loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    if step % 25 == 0 or step == steps:
+    if step % 25 == 0:
         print(f"step {step}: loss {loss.item():.2f} nats a character", flush=True)
 
 token, states = tokens[:1].view(1, 1), (None,) * LAYERS
