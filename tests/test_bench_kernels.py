@@ -14,9 +14,9 @@ import triton
 import typer
 from rich.console import Console
 
-from fastweights.benchmarks import kernel_checks, kernels
-from fastweights.benchmarks.first_call import first_calls
-from fastweights.benchmarks.kernel_rivals import RIVALS, SeparateProcess, make_rivals
+from fastweights.benchmarks.kernels import checks, command
+from fastweights.benchmarks.kernels.first_call import first_calls
+from fastweights.benchmarks.kernels.rivals import RIVALS, SeparateProcess, make_rivals
 from fastweights.commands import info
 from fastweights.common import provenance
 from fastweights.ops.backends import BACKENDS
@@ -30,7 +30,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a mach
 def test_it_says_why_there_is_nothing_to_measure(tmp_path, capsys):
     out = tmp_path / "kernels.json"
     with pytest.raises(typer.Exit):
-        kernels.run(out, quick=True)
+        command.run(out, quick=True)
     assert f"nothing to measure: {BACKENDS['triton'].unavailable()}" in capsys.readouterr().out
     assert not out.exists()
 
@@ -44,15 +44,15 @@ def test_no_kernels_to_check_is_no_failure(capsys):
 @without_gpu
 def test_what_fails_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
     """Without a GPU every measurement fails, each for itself."""
-    monkeypatch.setattr(kernels, "BACKENDS", {"triton": SimpleNamespace(unavailable=lambda: None)})
+    monkeypatch.setattr(command, "BACKENDS", {"triton": SimpleNamespace(unavailable=lambda: None)})
     monkeypatch.setattr(provenance, "hardware", lambda device: "a GPU")
-    monkeypatch.setattr(kernels, "bandwidth", lambda: 4e12)
-    monkeypatch.setattr(kernel_checks, "check_kinds", lambda kinds, workers: {})
+    monkeypatch.setattr(command, "bandwidth", lambda: 4e12)
+    monkeypatch.setattr(checks, "check_kinds", lambda kinds, workers: {})
     first = {"part": "first call", "name": "paper small", "checked": {"first_s": 1.5}}
-    monkeypatch.setattr(kernels, "first_calls", lambda shapes, dtype: iter([first]))
+    monkeypatch.setattr(command, "first_calls", lambda shapes, dtype: iter([first]))
     out = tmp_path / "kernels.json"
     with pytest.raises(typer.Exit) as failed:
-        kernels.run(out, rivals="sdpa")
+        command.run(out, rivals="sdpa")
     assert failed.value.exit_code == 1
     rows = json.loads(out.read_text())["rows"]
     parts = Counter(row["part"] for row in rows)
@@ -69,7 +69,7 @@ def test_what_fails_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch, caps
 
 def test_floor_counts_every_byte_once():
     tokens = 96 * 256 * 8
-    floor = kernels.floor_ms((96, 256, 8, 16, 16), torch.bfloat16, 1e12)
+    floor = command.floor_ms((96, 256, 8, 16, 16), torch.bfloat16, 1e12)
     assert math.isclose(floor, 1e3 * tokens * (2 * (4 * 16 + 4 * 16 + 3 * 16) + 12) / 1e12)
 
 
@@ -78,7 +78,7 @@ def test_the_table_shows_what_failed_and_what_did_not():
     case = {"name": "paper small", "dtype": "bfloat16", "floor_ms": 0.1, "errors": {"y": 2e-3}}
     measured = {"fastweights": times, "sdpa": times | {"both_graph_ms": 1.5}, "fla chunk": {"failure": "Error"}}
     page = io.StringIO()
-    table = kernels._table([case | {"measured": measured}, case | {"measured": {"fastweights": {}}}])
+    table = command._table([case | {"measured": measured}, case | {"measured": {"fastweights": {}}}])
     Console(width=300, file=page).print(table)
     assert "1.500 sdpa" in (text := page.getvalue())
     assert "3.0 x" in text
@@ -95,7 +95,7 @@ def test_rivals_are_those_that_can_take_the_shape():
 
 
 def test_every_row_is_checked_with_every_rule():
-    kinds = list(kernel_checks.every_kind())
+    kinds = list(checks.every_kind())
     assert len(set(kinds)) == len(kinds)
     rules = {(False,) * 4, (False, True, False, True), (True, False, True, False), (True, True, False, True)}
     for dtype, D, M, config in plain_rows():
@@ -158,5 +158,5 @@ def test_first_calls_that_fail_say_why():
     (row,) = first_calls({"tiny": (1, 4, 1, 8, 8)}, "bfloat16")
     assert row["name"] == "tiny"
     assert all(row[way]["failure"] for way in ("checked", "from disk", "unchecked"))
-    assert "checked failed: " in kernels._seconds(row)
-    assert kernels._seconds({"name": "x", "checked": {"first_s": 1.234}}) == "checked 1.23 s"
+    assert "checked failed: " in command._seconds(row)
+    assert command._seconds({"name": "x", "checked": {"first_s": 1.234}}) == "checked 1.23 s"

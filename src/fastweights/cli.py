@@ -29,7 +29,7 @@ COMMANDS = {
     "reproduce": ("commands.reproduce:reproduce", "Train the models behind the paper's figures and tables."),
     "report": ("commands.reproduce:report", "Draw the plots and the page from the results that there are."),
     "bench memory": ("benchmarks.memory:run", "Compare the backends on the CPU: time and peak memory."),
-    "bench kernels": ("benchmarks.kernels:run", "Check the GPU kernels and time them beside their rivals."),
+    "bench kernels": ("benchmarks.kernels.command:run", "Check the GPU kernels and time them beside their rivals."),
     "bench retrieval": ("benchmarks.retrieval:run", "Time the exact shortcuts of the retrieval experiments."),
     "bench lm": ("benchmarks.lm:run", "Time the training of language models, plain and fast."),
     "bench lm-agreement": (

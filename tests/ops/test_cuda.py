@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastweights.benchmarks import kernel_checks, kernel_layers
+from fastweights.benchmarks.kernels import checks, layers
 from fastweights.ops.features import Features
 from fastweights.ops.gpu import self_check
 from fastweights.ops.gpu.memory.self_check import SOURCE
@@ -230,10 +230,10 @@ def test_cuda_graph():
 
 @pytest.mark.parametrize("dtype", FUSED, ids=str)
 @pytest.mark.parametrize("nu", [0, 1, 2, 3])
-@pytest.mark.parametrize("heads", kernel_layers.HEADS)
+@pytest.mark.parametrize("heads", layers.HEADS)
 def test_feature_maps_inside(heads, nu, dtype):
     features = Features.named("dpfp" if nu else "elu", nu, sum=True, logits=True)
-    assert kernel_layers.fused_error(heads, dtype, features) < LIMITS[dtype]
+    assert layers.fused_error(heads, dtype, features) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dtype", FUSED, ids=str)
@@ -262,7 +262,7 @@ def test_the_second_call_is_the_same(rule):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"feature_map": "elu"}, {"rule": "gated_delta", "feature_map": "dpfp"}], ids=str)
 def test_a_whole_layer_in_a_graph(options):
-    assert kernel_checks.layer_in_a_graph(**options)["right"]
+    assert checks.layer_in_a_graph(**options)["right"]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

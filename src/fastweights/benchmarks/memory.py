@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fastweights as fw
-from fastweights.benchmarks.kernel_rivals import delta_rule
+from fastweights.benchmarks.kernels.rivals import delta_rule
 from fastweights.benchmarks.record import Out, Record, Repeats
 from fastweights.benchmarks.timing import median_seconds
 from fastweights.commands.options import AsJson

@@ -62,8 +62,7 @@ class ChunkedWalk(Variant):
     gather: bool = False
     """DPFP on chip: load the factors of every feature one by one, instead of selecting them from a tile by products."""
     both_ways: bool = False
-    """Load a tile that is needed in both orientations twice, instead of transposing it on chip: few warps transpose by
-    shuffles, and what is transposed is not copied ahead."""
+    """Load tiles needed in both orientations twice: few warps transpose by shuffles, and without copying ahead."""
     prefetch: bool = False
     """Walks of the delta rule in bfloat16 and float32 read nothing that the compiler would not copy ahead, those of
     other rules and of mapped keys less of it. bfloat16 values come in by a product with the unit matrix, the gradient
@@ -99,10 +98,8 @@ class SplitWalk(ChunkedWalk):
     """Chunks that a program of the launch for the gradients takes one after the other."""
 
     def tile(self, features: int) -> int:
-        """Return how many of these features, padded to a power of two, launches over chunks take at a time.
-
-        Tiles narrower than 64 beside 64 tokens end in an illegal memory access on Hopper (Triton 3.6).
-        """
+        """Return how many of these features, padded to a power of two, launches over chunks take at a time."""
+        # Tiles narrower than 64 beside 64 tokens end in an illegal memory access on Hopper (Triton 3.6).
         return min(self.key_tile, features if self.chunk < 64 else max(features, 64))
 
     @property
@@ -274,7 +271,6 @@ PROGRAMS, MOST_GROUPS, LEAST_GROUPS, LEAST_CHUNKS = 256, 64, 8, 4
 # Programs that fill a GPU without groups, where each takes some of many values.
 ENOUGH = 128
 
-
 LARGEST_MAPPED = 256
 # The most values that fit beside up to this many features, in every dtype, on chips of compute capability 8.0.
 LARGEST_M_MAPPED = {128: 128, LARGEST_MAPPED: 32}
@@ -339,10 +335,9 @@ def candidates(
     found: list[Variant] = []
     if T < LONG and by_token and not features.maps and not features.logits:
         found += _that_hold(RECURRENT_ROWS.get(dtype, {}), D, M)[:1]
-    if features.maps:
-        row = _mapped(_that_hold(TABLE[dtype] | MAPPED_ROWS.get(dtype, {}), D, M)[0], D, M)
-    else:
-        row = _that_hold(TABLE[dtype], D, M)[0]
+    rows = TABLE[dtype] | MAPPED_ROWS.get(dtype, {}) if features.maps else TABLE[dtype]
+    row = _that_hold(rows, D, M)[0]
+    row = _mapped(row, D, M) if features.maps else row
     # A transition between groups is D x D and has to fit on chip.
     many, programs = walks > FEW // 2, walks * -(-M // row.columns)
     if walks > FEW or T < LONG or D > 128 or (many and (T < 4 * LONG or D > 64)) or programs >= ENOUGH:

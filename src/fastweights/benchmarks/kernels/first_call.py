@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fastweights.benchmarks.kernel_rivals import DTYPES, Shape, delta_rule, inputs
+from fastweights.benchmarks.kernels.rivals import DTYPES, Shape, delta_rule, inputs
 from fastweights.benchmarks.timing import in_one_line
 from fastweights.ops.gpu.self_check import ENVIRONMENT
 
@@ -64,7 +64,7 @@ def first_calls(shapes: dict[str, Shape], dtype: str) -> Iterator[dict[str, Any]
 def _launch(shape: Shape, dtype: str, cache: str, bytecode: str, more: dict[str, str]) -> subprocess.Popen[str]:
     environment = {**os.environ, "TRITON_CACHE_DIR": f"{cache}/triton", "XDG_CACHE_HOME": f"{cache}/home", **more}
     environment |= {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
-    command = [sys.executable, "-m", "fastweights.benchmarks.first_call", dtype, *map(str, shape)]
+    command = [sys.executable, "-m", "fastweights.benchmarks.kernels.first_call", dtype, *map(str, shape)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from fastweights.benchmarks import kernel_checks, kernel_layers
-from fastweights.benchmarks.first_call import first_calls
-from fastweights.benchmarks.kernel_rivals import (
+from fastweights.benchmarks.kernels import checks, layers
+from fastweights.benchmarks.kernels.first_call import first_calls
+from fastweights.benchmarks.kernels.rivals import (
     DTYPES,
     SEED,
     SeparateProcess,
@@ -127,40 +127,40 @@ MAPS = [Features.named("dpfp", nu, sum=True, logits=True) for nu in (1, 2, 3)]
 
 def _in_layers(budget_ms: float, which: tuple[str, ...], separate: SeparateProcess) -> Iterator[dict[str, Any]]:
     """Measure maps inside the kernels and before them, whole layers, and decoding."""
-    for name in kernel_layers.HEADS:
+    for name in layers.HEADS:
         for dtype in DTYPES:
             for features in MAPS:
                 row: dict[str, Any] = {"part": "features", "name": name, "dtype": dtype, "nu": features.nu}
                 with failure_noted(row):
-                    row["error"] = kernel_layers.fused_error(name, DTYPES[dtype], features)
+                    row["error"] = layers.fused_error(name, DTYPES[dtype], features)
                     row["right"] = row["error"] <= LIMITS[dtype]
                 for way, inside in (("inside", True), ("before", False)):
-                    row[way] = attempt(kernel_layers.fused, name, DTYPES[dtype], features, inside, budget_ms)
+                    row[way] = attempt(layers.fused, name, DTYPES[dtype], features, inside, budget_ms)
                 yield row
-    for name in kernel_layers.HEADS:
+    for name in layers.HEADS:
         for phi, nu in (("elu", 0), ("dpfp", 3)):
             row = {"part": "layer", "name": name, "feature_map": phi, "nu": nu}
-            yield row | attempt(kernel_layers.layer, name, phi, nu, budget_ms)
-    for batch in kernel_layers.BATCHES:
+            yield row | attempt(layers.layer, name, phi, nu, budget_ms)
+    for batch in layers.BATCHES:
         row = {"part": "decode", "batch": batch, "measured": {}}
         with failure_noted(row):
-            row["measured"] |= kernel_layers.decode(batch, budget_ms)
+            row["measured"] |= layers.decode(batch, budget_ms)
         if "fla" in which and has_fla():
-            row["measured"]["fla recurrent"] = separate(kernel_layers.decode_fla, batch, budget_ms)
+            row["measured"]["fla recurrent"] = separate(layers.decode_fla, batch, budget_ms)
         yield row
 
 
 def _checks(console: Console, quick: bool) -> Iterator[dict[str, Any]]:
     """Check every configuration with every rule, and layers in CUDA graphs."""
-    kinds = list(kernel_checks.every_kind())
+    kinds = list(checks.every_kind())
     if quick:
         kinds = kinds[:: max(1, len(kinds) // 12)]
     console.print(f"checking {len(kinds)} kinds of kernels against float64", style="dim")
-    for key, found in kernel_checks.check_kinds(kinds, min(16, os.cpu_count() or 1)).items():
+    for key, found in checks.check_kinds(kinds, min(16, os.cpu_count() or 1)).items():
         yield {"part": "check", "name": key, **found}
     for options in ({"feature_map": "elu"}, {"rule": "gated_delta", "feature_map": "dpfp"}):
         row = {"part": "graph", "name": f"layer {options}", "right": False}
-        yield row | attempt(kernel_checks.layer_in_a_graph, **options)
+        yield row | attempt(checks.layer_in_a_graph, **options)
 
 
 def _cases(quick: bool) -> Iterator[tuple[str, str]]:
