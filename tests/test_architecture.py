@@ -19,6 +19,7 @@ ORDER = [
     "common",
     "ops",
     "compat",
+    "conformance",
     "feature_maps",
     "layers",
     "models",

@@ -167,11 +167,26 @@ def read_settings(fields: Fields, entries: list[str], options: dict[str, Any]) -
     return chosen
 
 
-def _value(name: str, text: str, hint: Any) -> Any:
+def settings_of(entries: list[str]) -> dict[str, Any]:
+    """Return the values of NAME=VALUE, each as JSON where it is JSON and as a text otherwise."""
+    values = {}
+    for entry in entries:
+        name, equals, text = entry.partition("=")
+        if not (name and equals):
+            raise ValueError(f"arguments are given as NAME=VALUE, got {entry!r}")
+        values[name] = _parsed(text)
+    return values
+
+
+def _parsed(text: str) -> Any:
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except ValueError:
-        value = text
+        return text
+
+
+def _value(name: str, text: str, hint: Any) -> Any:
+    value = _parsed(text)
     if fits(value, hint):
         return value
     # A number where a name is meant is that name.

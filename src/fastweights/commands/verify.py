@@ -1,0 +1,136 @@
+"""`fastweights verify`: judge anybody's function of this family of recurrences by float64."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from fastweights.commands.options import (
+    AsJson,
+    Device,
+    as_json,
+    check_seed,
+    input_errors,
+    interruptible,
+    option,
+    pick_device,
+    print_json,
+    settings_of,
+)
+from fastweights.common.files import write_atomically
+from fastweights.common.provenance import installed, origin
+from fastweights.common.tables import look_up
+from fastweights.conformance.adapters import NAMES, adapt, convention_of, load
+from fastweights.conformance.cases import CASES
+from fastweights.conformance.judge import VERDICTS, Bench, Row, passed
+from fastweights.conformance.oracle import LEAST, SAFETY
+from fastweights.conformance.problem import RECURRENCES, recurrence_of
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STYLES = {"right": "green", "inexact": "yellow", "wrong": "red", "error": "red"}
+MEASURE = (
+    "An error is the largest distance between a vector and the exact one, over the largest length of an exact one "
+    f"(at least {LEAST:g} of the largest output or gradient). A tolerance is {SAFETY:g} times the largest of: the unit "
+    "roundoff of the dtype; what rounding all inputs once more does to the exact result; the error of the plain loop "
+    "over time in that dtype."
+)
+
+
+def verify(
+    function: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="What to judge.")],
+    convention: Annotated[
+        str | None, typer.Option("--as", help=f"How it is called: {', '.join(NAMES)}.", show_default="by its arguments")
+    ] = None,
+    rule: Annotated[
+        str | None, option(f"What it computes: {', '.join(RECURRENCES)}.", "by the function's name")
+    ] = None,
+    cases: Annotated[
+        list[str] | None, typer.Option("--case", help="Run the cases with this in their names only; may be repeated.")
+    ] = None,
+    keywords: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="NAME=VALUE", help="Give the function this argument, too; may be repeated."),
+    ] = None,
+    dtype: Annotated[str | None, option(f"{', '.join(DTYPES)}.", "float32, on a GPU bfloat16")] = None,
+    device: Device = "auto",
+    seed: Annotated[int, option("Of the random inputs.")] = 0,
+    out: Annotated[Path | None, option("Write the verdicts to this JSON file.", False)] = None,
+    json: AsJson = False,
+) -> None:
+    """Judge a function by float64 over hard cases: decays, lengths, packing, splits, states, gradients, NaN.
+
+    Functions of flash-linear-attention, of transformers and of this package are called as they are; others take the
+    arguments of flash-linear-attention, as far as they have them. What a function has no argument for or refuses is
+    "not supported". The exit status is 0 if something was right and nothing inexact, wrong or an error, and 1
+    otherwise.
+    """
+    start = time.perf_counter()
+    sys.path.insert(0, "")
+    with input_errors():
+        check_seed(seed)
+        where = pick_device(device)
+        kind = look_up(DTYPES, dtype or ("bfloat16" if where.startswith("cuda") else "float32"), "dtype")
+        loaded, options = load(function), settings_of(keywords or [])
+        called, name = convention_of(loaded, convention), recurrence_of(function.partition(":")[2], rule)
+        chosen = [case for case in CASES if not cases or any(part in case.name for part in cases)]
+        if not chosen:
+            raise ValueError(f"no case has {' or '.join(cases or [])} in its name; there are: {', '.join(_names())}")
+    bench = Bench(RECURRENCES[name], kind, where, seed)
+    judged = bench.judge(adapt(loaded, called, RECURRENCES[name], options), chosen)
+    console = Console(stderr=json)
+    with interruptible():
+        progress = Console(stderr=True)
+        shown = track(
+            judged, "judging", len(chosen), console=progress, transient=True, disable=not progress.is_terminal
+        )
+        rows = list(shown)
+    record = {
+        "function": function,
+        "options": options,
+        "package": _package(function),
+        "convention": called,
+        "rule": name,
+        "dtype": str(kind).removeprefix("torch."),
+        **origin(where),
+        "seed": seed,
+        "wall_s": round(time.perf_counter() - start, 1),
+        "measure": MEASURE,
+        "rows": [row.as_json() for row in rows],
+    }
+    if out is not None:
+        write_atomically(out, as_json(record).encode())
+    console.print(_table(rows, f"{function} as {name}, {record['dtype']} on {where}"), MEASURE, sep="\n")
+    counts = Counter(row.verdict for row in rows)
+    console.print(", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]))
+    if json:
+        print_json(record)
+    raise typer.Exit(0 if passed(rows) else 1)
+
+
+def _names() -> list[str]:
+    return [case.name for case in CASES]
+
+
+def _package(function: str) -> dict[str, str]:
+    """Return the versions of the installed packages that a function is from."""
+    return installed(*packages_distributions().get(function.partition(".")[0].partition(":")[0], []))
+
+
+def _table(rows: list[Row], title: str) -> Table:
+    table = Table("case", "verdict", "worst", "error", "tolerance", "note", title=title)
+    for row in rows:
+        worst: list[Any] = ["", "", ""]
+        if row.worst is not None:
+            worst = [row.worst, f"{row.errors[row.worst]:.1e}", f"{row.tolerances[row.worst]:.1e}"]
+        table.add_row(row.case, row.verdict, *worst, row.note, style=STYLES.get(row.verdict))
+    return table

@@ -1,0 +1,80 @@
+"""The oracle, the plain loop over time in float64, and how exact a result can be expected to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastweights.conformance.problem import Problem, Recurrence
+from fastweights.ops.memory import fast_weight_memory
+from fastweights.ops.state import FastWeightState
+
+# o (B, T, HV, V), and the final state (N, HV, K, V) where it is asked for.
+Function = Callable[[Problem, bool], tuple[Tensor, Tensor | None]]
+# Results by name: o, state, and the gradients dq, dk, ...
+Results = dict[str, Tensor]
+
+# A tolerance is so many times the error that rounding alone explains.
+SAFETY = 16.0
+# What is smaller than this share of the largest result of its kind is measured by that.
+LEAST = 1e-3
+
+
+def oracle(recurrence: Recurrence) -> Function:
+    """Return the recurrence as a plain loop over time, in the dtype of its inputs."""
+
+    def run(problem: Problem, wants_state: bool) -> tuple[Tensor, Tensor | None]:
+        o, state = fast_weight_memory(
+            problem.q * problem.q.shape[-1] ** -0.5,
+            problem.k,
+            problem.v,
+            rule=recurrence.rule,
+            state=None if problem.state is None else FastWeightState(problem.state),
+            cu_seqlens=problem.bounds,
+            mask=problem.mask,
+            backend="reference",
+            log_decay=problem.g,
+            beta=problem.beta,
+        )
+        return o, state.W if wants_state else None
+
+    return run
+
+
+def errors(found: Results, exact: Results) -> dict[str, float]:
+    """Return how far each result is off: the largest distance of two vectors by the largest length of an exact one.
+
+    Vectors are along the last axis. NaN and infinity count as infinitely far.
+    """
+    lengths = {name: x.double().norm(dim=-1).amax().item() for name, x in exact.items()}
+    floors = {
+        kind: LEAST * max((x for name, x in lengths.items() if (name in ("o", "state")) == kind), default=0)
+        for kind in (True, False)
+    }
+    off = {}
+    for name, x in found.items():
+        distance = (x.double() - exact[name].double()).norm(dim=-1).amax().item()
+        error = distance / (max(lengths[name], floors[name in ("o", "state")]) or 1.0)
+        off[name] = error if error < float("inf") else float("inf")
+    return off
+
+
+def tolerances(solve: Callable[[Problem], Results], problem: Problem, exact: Results) -> dict[str, float]:
+    """Return the error that is allowed for each result.
+
+    `SAFETY` times the largest of three: the unit roundoff of q's dtype; how far the exact results move when q, k, v,
+    gates and state are each rounded once more; how far they move when the oracle itself computes in that dtype.
+    """
+    dtype = problem.q.dtype
+    roundoff = torch.finfo(dtype).eps / 2
+    generator = torch.Generator().manual_seed(0)
+
+    def rounded(x: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, x.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        return x.double() * (1 + roundoff * signs.to(x.device))
+
+    moved = errors(solve(problem.mapped(rounded)), exact)
+    computed = errors(solve(problem), exact)
+    return {name: SAFETY * max(roundoff, moved[name], computed[name]) for name in exact}
