@@ -205,6 +205,40 @@ def test_scores_in_the_log(entry, experiments):
         assert any(all(map(agrees, pair, score)) for score in scores), pair
 
 
+JUDGED = {
+    "cpu": "fastweights-cpu",
+    "chunked": "fastweights-chunked",
+    "T 5.23.0 chunk": "transformers-chunk",
+    "T 5.23.0 recurrent": "transformers-recurrent",
+    "T 5.16.0 chunk": "transformers-5.16-chunk",
+    "fla chunk": "fla-naive-chunk",
+    "fla recurrent": "fla-naive-recurrent",
+}
+
+
+def judged(name):
+    """Return the verdicts of `results/verify/NAME.json` as the table of docs/verify.md writes them."""
+    cells = {}
+    for found in json.loads((ROOT / "results" / "verify" / f"{name}.json").read_text())["rows"]:
+        errors, limits = {key: float(x) for key, x in found["errors"].items()}, found["tolerances"]
+        verdict = "" if found["verdict"] == "right" else f"**{found['verdict']}** "
+        if not errors:
+            cells[found["case"]] = "-" if found["verdict"] == "not supported" else found["verdict"]
+            continue
+        worst = errors[max(errors, key=lambda key: errors[key] / limits[key])]
+        cells[found["case"]] = verdict + ("∞" if worst == float("inf") else f"{worst:.0e}".replace("e-0", "e-"))
+    return cells
+
+
+def test_verdicts_on_kernels():
+    (found,) = [table for table in tables("docs/verify.md") if table[0][0] == "case"]
+    assert found[0] == ["case", *JUDGED]
+    verdicts = [judged(f"gated_delta-{name}") for name in JUDGED.values()]
+    assert found[1:] == [[case, *(cells[case] for cells in verdicts)] for case in verdicts[0]]
+    for name in ("gated_delta-fastweights-reference", "kda-fastweights-cpu"):
+        assert not any("*" in cell or cell in ("-", "error") for cell in judged(name).values())
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "results" / "bench").iterdir()), ids=lambda path: path.name)
 def test_benchmarks_come_from_a_command(path):
     assert json.loads(path.read_text())["benchmark"] in BENCHMARKS
