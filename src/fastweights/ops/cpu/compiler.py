@@ -11,13 +11,14 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 SOURCES = Path(__file__).parent / "csrc"
 # As fast as -ffast-math here, without its assumption that nothing is ever NaN or infinite.
 FLAGS = (
-    *("-std=c++17", "-O3", "-shared", "-fPIC"),
+    *("-std=c++17", "-O3"),
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
 )
 
@@ -63,9 +64,13 @@ def flags(level: Level) -> list[str]:
 
 def compile_library(compiler: str, level: Level, output: Path) -> None:
     """Compile the library for a level."""
-    sources = map(str, sorted(SOURCES.glob("*.cpp")))
     exports = f"-Wl,--version-script={SOURCES / 'exports.map'}"
-    command = [compiler, *flags(level), *sources, exports, "-o", str(output)]
+    run_compiler(compiler, [*flags(level), "-shared", "-fPIC", exports], output)
+
+
+def run_compiler(compiler: str, options: Sequence[str], output: Path) -> None:
+    """Compile all sources with these options."""
+    command = [compiler, *options, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(output)]
     done = subprocess.run(command, capture_output=True, env={**os.environ, "TMPDIR": str(output.parent)})
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.decode(errors='replace')[-2000:]}")

@@ -1,0 +1,72 @@
+// Runs calls of the C++ backend in a process of its own: one under a sanitizer, or of another processor.
+//
+// `Driver` in cpu_driver.py sends a call as it stands in its memory, and everything that the call points at. Every such
+// piece gets memory of exactly its size here, the call's pointer to it is set, and after the call all pieces go back.
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "threads.h"
+
+extern "C" int fastweights_forward(const void* call, int wide);
+extern "C" int fastweights_backward(const void* call, int wide);
+extern "C" void fastweights_threads(int32_t (*parallel)(int64_t, int64_t, int64_t, ParallelFunc, void*),
+                                    int32_t (*number)(uint32_t*));
+
+namespace {
+
+uint32_t threads = 1;
+
+int32_t number(uint32_t* out) {
+  *out = threads;
+  return 0;
+}
+
+// What PyTorch does with a grain of 1, with new threads in place of a pool.
+int32_t parallel(int64_t begin, int64_t end, int64_t, ParallelFunc work, void* context) {
+  std::vector<std::thread> others;
+  for (int64_t i = begin + 1; i < end; ++i) others.emplace_back(work, i, i + 1, context);
+  if (begin < end) work(begin, begin + 1, context);
+  for (auto& other : others) other.join();
+  return 0;
+}
+
+void read(void* into, size_t size) {
+  if (size && std::fread(into, size, 1, stdin) != 1) std::exit(1);
+}
+
+struct Piece {
+  int64_t offset, size;  // of the pointer in the call; of what it points at
+};
+
+}  // namespace
+
+int main() {
+  fastweights_threads(parallel, number);
+  for (int64_t header[5]; std::fread(header, sizeof(header), 1, stdin) == 1;) {
+    const auto [backward, wide, wanted, size, count] = header;
+    threads = static_cast<uint32_t>(wanted);
+    auto call = std::make_unique<char[]>(size);
+    read(call.get(), size);
+    std::vector<Piece> pieces(count);
+    read(pieces.data(), count * sizeof(Piece));
+    std::vector<std::unique_ptr<char[]>> memory;
+    for (const Piece& piece : pieces) {
+      memory.push_back(std::make_unique<char[]>(piece.size));
+      read(memory.back().get(), piece.size);
+      const char* data = memory.back().get();
+      std::memcpy(call.get() + piece.offset, &data, sizeof(data));
+    }
+    const int64_t outcome = (backward ? fastweights_backward : fastweights_forward)(call.get(), static_cast<int>(wide));
+    std::fwrite(&outcome, sizeof(outcome), 1, stdout);
+    for (int64_t i = 0; i < count; ++i) {
+      if (pieces[i].size) std::fwrite(memory[i].get(), pieces[i].size, 1, stdout);
+    }
+    std::fflush(stdout);
+  }
+  return 0;
+}
