@@ -1,5 +1,6 @@
 """The C++ backend beyond what all backends are tested for: its threads, its chunks, its place in PyTorch."""
 
+import mmap
 from dataclasses import replace
 
 import pytest
@@ -110,6 +111,36 @@ def test_decay_of_zero_and_of_any_sign(rule):
     call.gates["decay"] = (call.gates["decay"] - 0.5) * 2
     call.gates["decay"][:, ::9] = 0
     assert relative_error(everything(call), expected(call)) < 1e-12
+
+
+def far_apart(x):
+    """x with its rows in time further apart than 32 bits count, in memory of which little is ever there."""
+    step = 2**31 + 1
+    size = ((x.shape[1] - 1) * step + x[:, 0].numel()) * x.element_size()
+    no_reserve = 0x4000  # MAP_NORESERVE, which Python 3.11 does not name: the system may promise more than there is
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    strides = (x[0, 0].numel(), step, *x[0, 0].stride())
+    return torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, strides).copy_(x)
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_offsets_of_64_bits(chunk):
+    """Of everything that is read, and everything that is written."""
+    x = random_call("gated_delta per key", None, 1, 2, 2, 5, 4, torch.bfloat16)
+    a, e, w = RULES["gated_delta"].coefficients(**x.gates)
+    near = {"q": x.q, "k": x.k, "v": x.v, "a": a, "e": e, "w": w, "y": torch.empty_like(x.v)}
+    far = {name: far_apart(tensor) for name, tensor in near.items()}
+    results = []
+    for place, views in ((torch.empty_like, near), (far_apart, far)):
+        (W,) = x.state
+        W_end, before = torch.empty_like(W), W.new_empty(2 // chunk, *W.shape[1:])
+        assert cpu._call("fastweights_forward", chunk, False, None, views, W=W, W_end=W_end, before=before)
+        grads = {f"d{name}": place(views[name]) for name in ("q", "k", "v", "a", "e", "w")}
+        y, dW = views.pop("y"), torch.empty_like(W)
+        states = {"before": before, "dW_end": W_end, "dW_start": dW}
+        assert cpu._call("fastweights_backward", chunk, False, None, {**views, "dy": y, **grads}, **states)
+        results.append([y, W_end, dW, *grads.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_only_the_state_gets_a_gradient():
