@@ -44,23 +44,38 @@ void typed(const View& x, char* data, const Use& use) {
   }
 }
 
+// `count` tokens from t on, elements `from` to `from + size` of each, as rows that are `stride` apart.
 template <class R>
-void load_row(const View& x, int64_t b, int64_t t, int64_t h, int64_t from, int64_t size, R* out) {
+void load_rows(const View& x, int64_t b, int64_t t, int64_t count, int64_t h, int64_t from, int64_t size, R* out,
+               int64_t stride) {
   typed(x, x.at(b, t, h) + from * x.bytes, [&](auto* in) {
-    for (int64_t i = 0; i < size; ++i) out[i] = static_cast<R>(in[i]);
+    for (int64_t i = 0; i < count; ++i, in += x.time, out += stride) {
+      for (int64_t j = 0; j < size; ++j) out[j] = static_cast<R>(in[j]);
+    }
   });
 }
 
+// The other way; with `add`, to what is there.
 template <class R>
-void add_row(const View& x, int64_t b, int64_t t, int64_t h, int64_t size, const R* in) {
-  typed(x, x.at(b, t, h), [&](auto* out) {
-    for (int64_t i = 0; i < size; ++i) out[i] = static_cast<std::decay_t<decltype(*out)>>(static_cast<R>(out[i]) + in[i]);
-  });
-}
-
-template <class R>
-void store_row(const View& x, int64_t b, int64_t t, int64_t h, int64_t from, int64_t size, const R* in) {
+void store_rows(const View& x, int64_t b, int64_t t, int64_t count, int64_t h, int64_t from, int64_t size, const R* in,
+                int64_t stride, bool add = false) {
   typed(x, x.at(b, t, h) + from * x.bytes, [&](auto* out) {
-    for (int64_t i = 0; i < size; ++i) out[i] = static_cast<std::decay_t<decltype(*out)>>(in[i]);
+    using Stored = std::decay_t<decltype(*out)>;
+    for (int64_t i = 0; i < count; ++i, out += x.time, in += stride) {
+      if (add) {
+        for (int64_t j = 0; j < size; ++j) out[j] = static_cast<Stored>(static_cast<R>(out[j]) + in[j]);
+      } else {
+        for (int64_t j = 0; j < size; ++j) out[j] = static_cast<Stored>(in[j]);
+      }
+    }
   });
+}
+
+// Asks for what load_rows will read.
+inline void expect_rows(const View& x, int64_t b, int64_t t, int64_t count, int64_t h, int64_t from, int64_t size) {
+  constexpr int64_t line = 64;
+  const char* row = x.at(b, t, h) + from * x.bytes;
+  for (int64_t i = 0; i < count; ++i, row += x.time * x.bytes) {
+    for (int64_t j = 0; j < size * x.bytes; j += line) __builtin_prefetch(row + j, 0, 2);
+  }
 }

@@ -9,6 +9,8 @@
 #include "call.h"
 #include "per_key.h"
 #include "simd.h"
+#include "triangle.h"
+#include "weights.h"
 
 // Some columns of the state of one sequence and head, and the chunks of its time.
 struct Job {
@@ -24,22 +26,25 @@ template <class R>
 class Chunk {
  public:
   Chunk(const Call& call, bool backward)
-      : call(call), decay(call.a.data), per_key(decay && call.per_key), per_head(decay && !per_key), erase(call.e.data), write(call.w.data), D(call.D), C(call.C),
-        Dp(padded<R>(D)), Mp(padded<R>(call.M)), Cp(padded<R>(C)) {
+      : call(call), decay(call.a.data), per_key(decay && call.per_key), per_head(decay && !per_key),
+        erase(call.e.data), write(call.w.data), D(call.D), C(call.C), Dp(padded<R>(D)), Mp(padded<R>(call.M)),
+        Cp((C + kSquare<R> - 1) / kSquare<R> * kSquare<R>) {
     const int64_t states = Dp * Mp, squares = Cp * Cp, keyed = Cp * Dp, valued = Cp * Mp;
     for (int pass = 0; pass < 2; ++pass) {
       size = 0;
       for (R** x : {&q, &k, &k_T}) claim(x, keyed);
-      for (R** x : {&v, &u, &y}) claim(x, valued);
-      claim(&scratch, std::max(valued, Cp));
-      for (R** x : {&reach, &keys, &products, &system}) claim(x, squares);
-      if (per_head) claim(&scores, squares);
-      else scores = products;
-      for (R** x : {&e, &w, &dfade, &dgate, &read}) claim(x, Cp);
+      for (R** x : {&v, &rest, &u, &y}) claim(x, valued);
+      for (R** x : {&weights.reach, &weights.keys, &weights.products, &weights.system}) claim(x, squares);
+      if (per_head) claim(&weights.scores, squares);
+      else weights.scores = weights.products;
+      for (R** x : {&e, &w, &taken, &dfade, &dkept, &dgate, &read}) claim(x, Cp);
       for (R** x : {&a, &fade}) claim(x, per_key ? keyed : Cp);
       for (R** x : {&last, &exponent, &dlast}) claim(x, Dp);
       if (per_key) for (R** x : {&q_faded, &k_faded}) claim(x, keyed);
       else q_faded = q, k_faded = k;
+      claim(&triangle.inverses, Cp * kSquare<R>);
+      weights.row = triangle.row = Cp;
+      weights.a = a, weights.e = e, weights.fade = fade, triangle.A = weights.system;
       claim(&W, states);
       if (backward) {
         for (R** x : {&dq, &dk, &dread}) claim(x, keyed);
@@ -69,18 +74,17 @@ class Chunk {
       load(c);
       if (call.before) store_state(call.before, job.first + c, W);
       relate();
+      expect(call.q, c + 1, D);
       solve();
-      multiply<R>(n, M, D, {q_faded, Dp, 1}, W, Mp, y, Mp, Into::set);
-      if (per_head) scale_rows(y, fade);
-      multiply<R>(n, M, n, {scores, Cp, 1}, u, Mp, y, Mp, Into::add, Part::lower);
-      for (int64_t t = 0; t < n; ++t) {
-        store_row(call.y, job.batch, time + t, job.head, job.column, M, y + t * Mp);
-        finite &= all_finite(M, y + t * Mp);
-      }
+      expect(call.k, c + 1, D);
+      multiply<R>(n, M, D, {q_faded, Dp, 1}, W, Mp, {y, Mp, nullptr, 1, nullptr, per_head ? fade : nullptr});
+      multiply<R>(n, M, n, {weights.scores, Cp, 1}, u, Mp, {y, Mp, y}, Part::lower);
+      expect(call.v, c + 1, M);
+      store_rows(call.y, job.batch, time, n, job.head, job.column, M, y, Mp);
+      check(M, y, Mp);
       // u is not needed any more, and what a step wrote has faded by Γ[C, t] when the chunk ends.
-      if (per_head) scale_rows(u, reach + (n - 1) * Cp);
-      fade_state(W);
-      multiply<R>(D, M, n, per_key ? Operand<R>{k_T, Cp, 1} : Operand<R>{k, 1, Dp}, u, Mp, W, Mp, Into::add);
+      if (per_head) scale_rows(u, weights.kept());
+      multiply<R>(D, M, n, per_key ? Operand<R>{k_T, Cp, 1} : Operand<R>{k, 1, Dp}, u, Mp, faded(W));
     }
     store_state(call.W_end, job.sequence, W);
   }
@@ -92,6 +96,7 @@ class Chunk {
     else std::fill_n(dW, Dp * Mp, R(0));
     for (int64_t c = job.chunks(C) - 1; c >= 0; --c) {
       reload(c);
+      expect(call.dy, c - 1, M);
       if (gradients) differentiate();
       else store_state(call.after, job.first + c, dW);
       rewind();
@@ -119,11 +124,12 @@ class Chunk {
   std::unique_ptr<R[], Free> arena;
   int64_t size = 0;
   // With decays per key, k_T ends as Γ[C, s] k_s, and q_faded and k_faded are γ_t q_t and γ_t k_t; otherwise just k and q.
-  R *q, *k, *k_T, *q_faded, *k_faded, *v, *u, *y, *scratch;
-  // Γ, k_t·k_s, q_t·k_s, Γ ∘ q_t·k_s and A. With decays per key, products and keys are weighted by Γ already.
-  R *reach, *keys, *products, *scores, *system;
-  R *a, *e, *w, *fade, *last, *exponent;  // fade is γ, last is γ_C and exponent its logarithm
-  R *dfade, *dlast, *dgate, *read, *da, *past;
+  R *q, *k, *k_T, *q_faded, *k_faded, *v, *u, *y, *rest;
+  // fade is γ, last is γ_C and exponent its logarithm; taken is what u takes of k W: e γ, or e.
+  R *a, *e, *w, *fade, *last, *exponent, *taken;
+  Weights<R> weights;
+  Triangle<R> triangle;
+  R *dfade, *dkept, *dlast, *dgate, *read, *da, *past;
   R *W, *dW, *W_T, *dW_T;
   R *dy, *du, *u_T, *dq, *dk, *dread, *dscores, *dsystem;
 
@@ -154,16 +160,23 @@ class Chunk {
   void load(int64_t c) {
     const int64_t b = job->batch, h = job->head;
     time = job->start + c * C;
-    n = std::min(C, job->end - time);
-    for (int64_t t = 0; t < n; ++t) {
-      load_row(call.q, b, time + t, h / call.group, 0, D, q + t * Dp);
-      load_row(call.k, b, time + t, h / call.group, 0, D, k + t * Dp);
-      load_row(call.v, b, time + t, h, job->column, M, v + t * Mp);
-      if (decay) load_row(call.a, b, time + t, h, 0, per_key ? D : 1, a + t * (per_key ? Dp : 1));
-      if (erase) load_row(call.e, b, time + t, h, 0, 1, e + t);
-      if (write) load_row(call.w, b, time + t, h, 0, 1, w + t);
-    }
+    n = weights.n = triangle.n = std::min(C, job->end - time);
+    load_rows(call.q, b, time, n, h / call.group, 0, D, q, Dp);
+    load_rows(call.k, b, time, n, h / call.group, 0, D, k, Dp);
+    load_rows(call.v, b, time, n, h, job->column, M, v, Mp);
+    if (decay) load_rows(call.a, b, time, n, h, 0, per_key ? D : 1, a, per_key ? Dp : 1);
+    if (erase) load_rows(call.e, b, time, n, h, 0, 1, e, 1);
+    if (write) load_rows(call.w, b, time, n, h, 0, 1, w, 1);
     if (decay && call.log) open_logarithms();
+  }
+
+  // Asks the memory for a tensor's part in chunk c while this one is computed.
+  void expect(const View& x, int64_t c, int64_t size) const {
+    if (c < 0 || c >= job->chunks(C)) return;
+    const int64_t start = job->start + c * C;
+    const bool keyed = x.data == call.q.data || x.data == call.k.data;
+    expect_rows(x, job->batch, start, std::min(C, job->end - start), keyed ? job->head / call.group : job->head,
+                keyed ? 0 : job->column, size);
   }
 
   // From logarithms to decays. What fades the state is the exponential of a sum: products of rounded decays next to 1
@@ -184,45 +197,49 @@ class Chunk {
     for (int64_t t = 0; t < n; ++t) scale(M, factors[t], x + t * Mp, x + t * Mp);
   }
 
-  void fade_state(R* x) const {
-    if (!decay) return;
-    for (int64_t d = 0; d < D; ++d) scale(M, last[per_key ? d : 0], x + d * Mp, x + d * Mp);
-  }
+  // A product that is added to a state of the chunk's start, or to a gradient of its end.
+  Result<R> faded(R* x) const { return {x, Mp, x, 1, decay ? last : nullptr, nullptr, !per_key}; }
 
-  // Zeros in row t of a square, from column s on. What stood there may be of another chunk, so it must not be a factor.
-  void clear(R* square, int64_t t, int64_t s) const { std::fill(square + t * Cp + s, square + (t + 1) * Cp, R(0)); }
+  // Notes whether all of some rows is finite.
+  void check(int64_t columns, const R* x, int64_t stride) {
+    constexpr R most = std::numeric_limits<R>::max();
+    typename Simd<R>::Ints outside = {};
+    for (int64_t t = 0; t < n; ++t) {
+      for (int64_t j = 0; j < columns; j += Simd<R>::lanes) {
+        const auto& now = vector(x + t * stride + j);
+        outside |= ~((now <= most) & (now >= -most));
+      }
+    }
+    for (int i = 0; i < Simd<R>::lanes; ++i) finite &= outside[i] == 0;
+  }
 
   // Γ, γ, and how queries and keys of the chunk relate.
   void relate() {
     transpose(n, D, k, Dp, k_T, Cp);
-    if (per_key) return relate_per_key();
-    if (erase) multiply<R>(n, n, D, {k, Dp, 1}, k_T, Cp, keys, Cp, Into::set, Part::result);
-    multiply<R>(n, n, D, {q, Dp, 1}, k_T, Cp, products, Cp, Into::set, Part::result);
-    for (int64_t t = 0; t < n; ++t) {
-      const int64_t row = t * Cp;
-      clear(products, t, t + 1);
-      if (erase) clear(keys, t, t);
-      if (erase) scale(C, e[t], keys + row, system + row);
-      if (!per_head) continue;
-      // Products, not quotients of products: exact for a gate that closes, and for any sign.
-      if (t) scale(C, a[t], reach + row - Cp, reach + row);
-      clear(reach, t, t + 1);
-      reach[row + t] = 1;
-      fade[t] = t ? a[t] * fade[t - 1] : a[t];
-      hadamard(C, reach + row, products + row, scores + row);
-      if (erase) hadamard(C, reach + row, system + row, system + row);
+    if (per_key) {
+      decayed_products(Sizes{n, D, Dp, Cp}, a, q, k, k_T, weights.reach, weights.products, weights.keys);
+      fade_keys();
+    } else {
+      if (erase) multiply<R>(n, n, D, {k, Dp, 1}, k_T, Cp, {weights.keys, Cp}, Part::result);
+      multiply<R>(n, n, D, {q, Dp, 1}, k_T, Cp, {weights.products, Cp}, Part::result);
     }
-    if (per_head && !call.log) last[0] = fade[n - 1];
+    if (per_head) {
+      for (int64_t t = 0; t < n; ++t) fade[t] = t ? a[t] * fade[t - 1] : a[t];
+      if (!call.log) last[0] = fade[n - 1];
+    }
+    if (erase) {
+      for (int64_t t = 0; t < n; ++t) taken[t] = per_head ? e[t] * fade[t] : e[t];
+      per_head ? weights.template weigh<true, true>() : weights.template weigh<false, true>();
+      triangle.invert();
+    } else {
+      per_head ? weights.template weigh<true, false>() : weights.template weigh<false, false>();
+    }
   }
 
-  // The same with decays per key.
-  void relate_per_key() {
-    decayed_products(Sizes{n, D, Dp, Cp}, a, q, k, k_T, reach, products, keys);
+  // γ, γ_t q_t and γ_t k_t with decays per key.
+  void fade_keys() {
     for (int64_t t = 0; t < n; ++t) {
       const int64_t row = t * Dp;
-      clear(products, t, t + 1);
-      clear(keys, t, t);
-      if (erase) scale(C, e[t], keys + t * Cp, system + t * Cp);
       if (t) hadamard(D, a + row, fade + row - Dp, fade + row);
       else std::copy_n(a, Dp, fade);
       hadamard(D, fade + row, q + row, q_faded + row);
@@ -233,55 +250,38 @@ class Chunk {
 
   // u, what each step writes: (I + A) u = diag(w) v - diag(e γ) k W.
   void solve() {
-    if (erase) multiply<R>(n, M, D, {k_faded, Dp, 1}, W, Mp, scratch, Mp, Into::set);
-    for (int64_t t = 0; t < n; ++t) {
-      scale(M, write ? w[t] : R(1), v + t * Mp, u + t * Mp);
-      if (erase) add_scaled(M, per_head ? -e[t] * fade[t] : -e[t], scratch + t * Mp, u + t * Mp);
-    }
-    if (!erase) return;
-    for (int64_t i = 0; i < n; i += kBlock) {
-      const int64_t end = std::min(n, i + kBlock);
-      multiply<R>(end - i, M, i, {system + i * Cp, Cp, 1}, u, Mp, u + i * Mp, Mp, Into::subtract);
-      for (int64_t t = i + 1; t < end; ++t) {
-        for (int64_t s = i; s < t; ++s) add_scaled(M, -system[t * Cp + s], u + s * Mp, u + t * Mp);
-      }
-    }
-  }
-
-  // x <- (I + A)^-T x.
-  void solve_transposed(R* x) const {
-    for (int64_t i = (n - 1) / kBlock * kBlock; i >= 0; i -= kBlock) {
-      const int64_t end = std::min(n, i + kBlock);
-      multiply<R>(end - i, M, n - end, {system + end * Cp + i, 1, Cp}, x + end * Mp, Mp, x + i * Mp, Mp,
-                  Into::subtract);
-      for (int64_t t = end - 2; t >= i; --t) {
-        for (int64_t s = t + 1; s < end; ++s) add_scaled(M, -system[s * Cp + t], x + s * Mp, x + t * Mp);
-      }
+    if (erase) {
+      multiply<R>(n, M, D, {k_faded, Dp, 1}, W, Mp, {rest, Mp, v, -1, write ? w : nullptr, taken});
+      triangle.solve(M, rest, u, Mp);
+    } else {
+      for (int64_t t = 0; t < n; ++t) scale(M, write ? w[t] : R(1), v + t * Mp, u + t * Mp);
     }
   }
 
   // Chunk c as the forward pass had it, and du: the gradient of what each step writes.
   void reload(int64_t c) {
     load(c);
-    for (int64_t t = 0; t < n; ++t) load_row(call.dy, job->batch, time + t, job->head, job->column, M, dy + t * Mp);
+    load_rows(call.dy, job->batch, time, n, job->head, job->column, M, dy, Mp);
     load_state(call.before, job->first + c, W);
     relate();
+    expect(call.q, c - 1, D);
     solve();
-    multiply<R>(n, M, D, per_key ? Operand<R>{k_T, 1, Cp} : Operand<R>{k, Dp, 1}, dW, Mp, du, Mp, Into::set);
-    if (per_head) scale_rows(du, reach + (n - 1) * Cp);
-    multiply<R>(n, M, n, {scores, 1, Cp}, dy, Mp, du, Mp, Into::add, Part::upper);
-    if (erase) solve_transposed(du);
+    expect(call.k, c - 1, D);
+    R* out = erase ? rest : du;
+    multiply<R>(n, M, D, per_key ? Operand<R>{k_T, 1, Cp} : Operand<R>{k, Dp, 1}, dW, Mp,
+                {out, Mp, nullptr, 1, nullptr, per_head ? weights.kept() : nullptr});
+    multiply<R>(n, M, n, {weights.scores, 1, Cp}, dy, Mp, {out, Mp, out}, Part::upper);
+    if (erase) triangle.solve_transposed(M, rest, du, Mp);
+    expect(call.v, c - 1, M);
   }
 
   // dW, from after the chunk to before it. Ruins dy and du.
   void rewind() {
-    fade_state(dW);
     if (per_head) scale_rows(dy, fade);
-    multiply<R>(D, M, n, {q_faded, 1, Dp}, dy, Mp, dW, Mp, Into::add);
+    multiply<R>(D, M, n, {q_faded, 1, Dp}, dy, Mp, faded(dW));
     if (!erase) return;
-    if (per_head) scale_rows(du, fade);
-    scale_rows(du, e);
-    multiply<R>(D, M, n, {k_faded, 1, Dp}, du, Mp, dW, Mp, Into::subtract);
+    scale_rows(du, taken);
+    multiply<R>(D, M, n, {k_faded, 1, Dp}, du, Mp, {dW, Mp, dW, -1});
   }
 
   void differentiate() {
@@ -289,81 +289,68 @@ class Chunk {
     transpose(n, M, u, Mp, u_T, Cp);
     transpose(D, M, W, Mp, W_T, Dp);
     transpose(D, M, dW, Mp, dW_T, Dp);
-    multiply<R>(n, D, M, {dy, Mp, 1}, W_T, Dp, dq, Dp, Into::set);
-    multiply<R>(n, D, M, {u, Mp, 1}, dW_T, Dp, dk, Dp, Into::set);
-    multiply<R>(n, n, M, {dy, Mp, 1}, u_T, Cp, dscores, Cp, Into::set, Part::result);
-    for (int64_t t = 0; t < n; ++t) clear(dscores, t, t + 1);
+    multiply<R>(n, D, M, {dy, Mp, 1}, W_T, Dp, {dq, Dp});
+    multiply<R>(n, D, M, {u, Mp, 1}, dW_T, Dp, {dk, Dp});
+    multiply<R>(n, n, M, {dy, Mp, 1}, u_T, Cp, {dscores, Cp}, Part::result);
     if (erase) {
-      multiply<R>(n, D, M, {du, Mp, 1}, W_T, Dp, dread, Dp, Into::set);
-      multiply<R>(n, n, M, {du, Mp, 1}, u_T, Cp, dsystem, Cp, Into::set, Part::result);
+      multiply<R>(n, D, M, {du, Mp, 1}, W_T, Dp, {dread, Dp});
+      multiply<R>(n, n, M, {du, Mp, 1}, u_T, Cp, {dsystem, Cp}, Part::result);
+      for (int64_t t = 0; t < n; ++t) read[t] = dot(D, dread + t * Dp, k_faded + t * Dp);
+    }
+    if (per_head) {
       for (int64_t t = 0; t < n; ++t) {
-        clear(dsystem, t, t);
-        read[t] = dot(D, dread + t * Dp, k_faded + t * Dp);
+        dfade[t] = dot(D, dq + t * Dp, q + t * Dp) - (erase ? e[t] * read[t] : R(0));
+        dkept[t] = dot(D, dk + t * Dp, k + t * Dp);
+        scale(D, fade[t], dq + t * Dp, dq + t * Dp);
+        scale(D, weights.kept()[t], dk + t * Dp, dk + t * Dp);
       }
+    }
+    if (erase) {
+      per_head ? unweigh<true, true>() : unweigh<false, true>();
+      store_gate(call.de, dgate);
+    } else {
+      per_head ? unweigh<true, false>() : unweigh<false, false>();
     }
     if (per_head) differentiate_decay();
-    for (int64_t t = 0; t < n; ++t) {
-      const int64_t square = t * Cp, row = t * Dp;
-      if (per_head) {
-        scale(D, fade[t], dq + row, dq + row);
-        scale(D, reach[(n - 1) * Cp + t], dk + row, dk + row);
-        hadamard(C, reach + square, dscores + square, dscores + square);
-      }
-      if (!erase) continue;
-      if (per_head) hadamard(C, reach + square, dsystem + square, dsystem + square);
-      const R now = per_head ? fade[t] : R(1);
-      dgate[t] = -dot(C, dsystem + square, keys + square) - now * read[t];
-      scale(C, e[t], dsystem + square, dsystem + square);
-      if (!per_key) add_scaled(D, -now * e[t], dread + row, dk + row);
-    }
-    if (erase) store_gate(call.de, dgate);
     if (per_key) {
       differentiate_per_key();
     } else {
-      multiply<R>(n, D, n, {dscores, Cp, 1}, k, Dp, dq, Dp, Into::add, Part::lower);
-      multiply<R>(n, D, n, {dscores, 1, Cp}, q, Dp, dk, Dp, Into::add, Part::upper);
+      multiply<R>(n, D, n, {dscores, Cp, 1}, k, Dp, {dq, Dp, dq}, Part::lower);
+      multiply<R>(n, D, n, {dscores, 1, Cp}, q, Dp, {dk, Dp, dk}, Part::upper);
       if (erase) {
-        multiply<R>(n, D, n, {dsystem, Cp, 1}, k, Dp, dk, Dp, Into::subtract, Part::lower);
-        multiply<R>(n, D, n, {dsystem, 1, Cp}, k, Dp, dk, Dp, Into::subtract, Part::upper);
+        for (int64_t t = 0; t < n; ++t) add_scaled(D, -taken[t], dread + t * Dp, dk + t * Dp);
+        multiply<R>(n, D, n, {dsystem, Cp, 1}, k, Dp, {dk, Dp, dk, -1}, Part::lower);
+        multiply<R>(n, D, n, {dsystem, 1, Cp}, k, Dp, {dk, Dp, dk, -1}, Part::upper);
       }
     }
-    for (int64_t t = 0; t < n; ++t) {
-      share_row(call.dq, t, dq + t * Dp);
-      share_row(call.dk, t, dk + t * Dp);
-      finite &= all_finite(D, dq + t * Dp) && all_finite(D, dk + t * Dp);
-      if (write) {
+    // Those of q and k: the sum over the heads of a group, which come one after the other.
+    const bool add = h % call.group;
+    store_rows(call.dq, b, time, n, h / call.group, 0, D, dq, Dp, add);
+    store_rows(call.dk, b, time, n, h / call.group, 0, D, dk, Dp, add);
+    check(D, dq, Dp);
+    check(D, dk, Dp);
+    if (write) {
+      for (int64_t t = 0; t < n; ++t) {
         dgate[t] = dot(M, du + t * Mp, v + t * Mp);
-        scale(M, w[t], du + t * Mp, scratch);
+        scale(M, w[t], du + t * Mp, rest + t * Mp);
       }
-      store_row(call.dv, b, time + t, h, 0, M, write ? scratch : du + t * Mp);
+      store_gate(call.dw, dgate);
     }
-    if (write) store_gate(call.dw, dgate);
+    store_rows(call.dv, b, time, n, h, 0, M, write ? rest : du, Mp);
   }
 
-  // da_r = sum over s < r <= t of dΓ[t, s] (a_{r+1} ⋯ a_t) (a_{s+1} ⋯ a_{r-1}), and the same for γ. Ruins products.
+  template <bool Fades, bool Erases>
+  void unweigh() {
+    weights.template unweigh<Fades, Erases>(dscores, dsystem, read, dgate);
+  }
+
   void differentiate_decay() {
-    R* dreach = products;
-    for (int64_t t = 0; t < n; ++t) {
-      R* row = dreach + t * Cp;
-      hadamard(C, row, dscores + t * Cp, row);
-      clear(dreach, t, t);
-      if (erase) {
-        hadamard(C, dsystem + t * Cp, keys + t * Cp, scratch);
-        add_scaled(C, -e[t], scratch, row);
-      }
-      dfade[t] = dot(D, dq + t * Dp, q + t * Dp) - (erase ? e[t] * read[t] : R(0));
+    typename Simd<R>::Vector sums = {};
+    for (int64_t d = 0; d < D; ++d) {
+      for (int64_t j = 0; j < M; j += Simd<R>::lanes) sums += vector(dW + d * Mp + j) * vector(W + d * Mp + j);
     }
-    for (int64_t s = 0; s < n - 1; ++s) dreach[(n - 1) * Cp + s] += dot(D, dk + s * Dp, k + s * Dp);
-    for (int64_t d = 0; d < D; ++d) dfade[n - 1] += dot(M, dW + d * Mp, W + d * Mp);
-    for (int64_t t = n - 1; t >= 0; --t) {
-      R* row = dreach + t * Cp;
-      if (t + 1 < n) {
-        dfade[t] += a[t + 1] * dfade[t + 1];
-        add_scaled(C, a[t + 1], row + Cp, row);
-        clear(dreach, t, t);
-      }
-      dgate[t] = t ? dfade[t] * fade[t - 1] + dot(C, row, reach + (t - 1) * Cp) : dfade[t];
-    }
+    dfade[n - 1] += sum_of<R>(sums);
+    weights.differentiate(dkept, dfade, dgate);
     if (call.log) hadamard(n, a, dgate, dgate);
     store_gate(call.da, dgate);
   }
@@ -372,23 +359,11 @@ class Chunk {
     for (int64_t d = 0; d < D; ++d) dlast[d] = dot(M, dW + d * Mp, W + d * Mp);
     decayed_gradients(Sizes{n, D, Dp, Cp}, a, q, k, erase ? e : nullptr, fade, dlast, dscores, dsystem, dread, past, dq, dk,
                       da);
-    for (int64_t t = 0; t < n; ++t) {
-      if (call.log) hadamard(D, a + t * Dp, da + t * Dp, da + t * Dp);
-      store_row(call.da, job->batch, time + t, job->head, 0, D, da + t * Dp);
-    }
-  }
-
-  // Gradients of q and k: the sum over the heads of a group, which come one after the other.
-  void share_row(const View& x, int64_t t, const R* values) const {
-    const int64_t h = job->head / call.group;
-    if (job->head % call.group) add_row(x, job->batch, time + t, h, D, values);
-    else store_row(x, job->batch, time + t, h, 0, D, values);
+    if (call.log) for (int64_t t = 0; t < n; ++t) hadamard(D, a + t * Dp, da + t * Dp, da + t * Dp);
+    store_rows(call.da, job->batch, time, n, job->head, 0, D, da, Dp);
   }
 
   void store_gate(const View& x, const R* values) const {
-    for (int64_t t = 0; t < n; ++t) store_row(x, job->batch, time + t, job->head, 0, 1, values + t);
+    store_rows(x, job->batch, time, n, job->head, 0, 1, values, 1);
   }
-
-  // Steps that are solved one after the other, between matrix products.
-  static constexpr int64_t kBlock = 4;
 };

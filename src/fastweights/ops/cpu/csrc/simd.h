@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 #include <utility>
@@ -30,6 +31,9 @@ template <class R>
 struct Simd {
   typedef R Vector __attribute__((vector_size(kVectorBytes)));
   static constexpr int lanes = kVectorBytes / sizeof(R);
+  // Integers of the same size, as masks and for bits.
+  typedef std::conditional_t<sizeof(R) == 4, int32_t, int64_t> Int;
+  typedef Int Ints __attribute__((vector_size(kVectorBytes)));
 };
 
 template <class R>
@@ -48,7 +52,16 @@ typename Simd<R>::Vector& vector(R* x) {
   return *reinterpret_cast<typename Simd<R>::Vector*>(x);
 }
 
-enum class Into { set, add, subtract };
+// Has x rounded. A compiler may fuse either product of a b + c d into the sum, here one and there the other; what is
+// settled is no product any more, so that an element has the same bits in whichever tile it is computed.
+template <class V>
+void settle([[maybe_unused]] V& x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+}
 
 // Which entries count: all; A's lower or upper triangle, the rest of A being zero; the lower triangle of the result.
 enum class Part { all, lower, upper, result };
@@ -61,59 +74,107 @@ struct Operand {
   Operand at(int64_t i, int64_t p) const { return {data + i * row + p * column, row, column}; }
 };
 
+// Where a product AB goes, and what happens to it on the way: data = keep ∘ base + sign gain ∘ AB. `keep` and `gain` are
+// factors of rows, 1 where they are null; with `same`, the first of `keep` is that of all rows.
+template <class R>
+struct Result {
+  R* data;
+  int64_t row;
+  const R* base = nullptr;  // has rows as long as those of data
+  R sign = 1;
+  const R *keep = nullptr, *gain = nullptr;
+  bool same = false;
+  Result at(int64_t i, int64_t j) const {
+    return {data + i * row + j, row, base ? base + i * row + j : base, sign, keep && !same ? keep + i : keep,
+            gain ? gain + i : gain, same};
+  }
+};
+
 template <class R, int Rows, int Vectors>
-[[gnu::noinline]] void tile(int64_t inner, Operand<R> A, const R* B, int64_t b, R* C, int64_t c, Into into) {
+[[gnu::noinline]] void tile(int64_t inner, const Operand<R>& A, const R* B, int64_t b, const Result<R>& C) {
   using V = typename Simd<R>::Vector;
   constexpr int L = Simd<R>::lanes;
   V sums[Rows][Vectors] = {};
-  for (int64_t p = 0; p < inner; ++p) {
-    V right[Vectors];
-#pragma GCC unroll 2
-    for (int j = 0; j < Vectors; ++j) right[j] = vector(B + p * b + j * L);
-#pragma GCC unroll 8
+  const auto accumulate = [&](auto row) {
+    // One pointer for every four rows: their addresses are then part of the instructions that read.
+    const R* left[(Rows + 3) / 4];
+#pragma GCC unroll 4
+    for (int i = 0; i < Rows; i += 4) left[i / 4] = A.data + i * row;
+    const int64_t column = A.column;
+    for (int64_t p = 0; p < inner; ++p) {
+      V right[Vectors];
+#pragma GCC unroll 4
+      for (int j = 0; j < Vectors; ++j) right[j] = vector(B + j * L);
+#pragma GCC unroll 16
+      for (int i = 0; i < Rows; ++i) {
+#pragma GCC unroll 4
+        for (int j = 0; j < Vectors; ++j) sums[i][j] += left[i / 4][i % 4 * row] * right[j];
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < Rows; i += 4) left[i / 4] += column;
+      B += b;
+    }
+  };
+  if (A.row == 1) accumulate(std::integral_constant<int64_t, 1>());
+  else accumulate(A.row);
+  const auto store = [&](auto based) {
+    const Result<R> out = C;
+#pragma GCC unroll 16
     for (int i = 0; i < Rows; ++i) {
-      const R left = A.data[i * A.row + p * A.column];
-#pragma GCC unroll 2
-      for (int j = 0; j < Vectors; ++j) sums[i][j] += left * right[j];
+      const R gain = out.gain ? out.sign * out.gain[i] : out.sign, keep = out.keep ? out.keep[out.same ? 0 : i] : R(1);
+#pragma GCC unroll 4
+      for (int j = 0; j < Vectors; ++j) {
+        V x = gain * sums[i][j];
+        settle(x);
+        if (based) x += keep * vector(out.base + i * out.row + j * L);
+        vector(out.data + i * out.row + j * L) = x;
+      }
     }
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < Rows; ++i) {
-#pragma GCC unroll 2
-    for (int j = 0; j < Vectors; ++j) {
-      V& out = vector(C + i * c + j * L);
-      out = into == Into::set ? sums[i][j] : into == Into::add ? out + sums[i][j] : out - sums[i][j];
-    }
-  }
+  };
+  if (C.base) store(std::true_type());
+  else store(std::false_type());
 }
 
 // `Rows` rows of a product.
 template <class R, int Rows>
-void band(int64_t columns, int64_t inner, Operand<R> A, const R* B, int64_t b, R* C, int64_t c, Into into) {
+void band(int64_t columns, int64_t inner, const Operand<R>& A, const R* B, int64_t b, const Result<R>& C) {
   constexpr int L = Simd<R>::lanes;
-  int64_t j = 0;
-  for (; columns - j >= 2 * L; j += 2 * L) tile<R, Rows, 2>(inner, A, B + j, b, C + j, c, into);
-  if (j < columns) tile<R, Rows, 1>(inner, A, B + j, b, C + j, c, into);
+  for (int64_t j = 0; j < columns;) {
+    const int64_t left = (columns - j) / L;
+    if (Rows <= kTileRows && (left == 3 || left > 4)) {
+      tile<R, Rows, 3>(inner, A, B + j, b, C.at(0, j));
+      j += 3 * L;
+    } else if (Rows <= kTileRows && left >= 2) {
+      tile<R, Rows, 2>(inner, A, B + j, b, C.at(0, j));
+      j += 2 * L;
+    } else {
+      tile<R, Rows, 1>(inner, A, B + j, b, C.at(0, j));
+      j += L;
+    }
+  }
 }
 
-// C (rows x columns) = or += or -= A (rows x inner) B (inner x columns); b and c are the lengths of a row of B and C.
+// C (rows x columns) of A (rows x inner) B (inner x columns), whose rows are b apart.
 template <class R>
-[[gnu::noinline]] void multiply(int64_t rows, int64_t columns, int64_t inner, Operand<R> A, const R* B, int64_t b,
-                                 R* C, int64_t c, Into into, Part part = Part::all) {
+[[gnu::noinline]] void multiply(int64_t rows, int64_t columns, int64_t inner, const Operand<R>& A, const R* B, int64_t b,
+                                 const Result<R>& C, Part part = Part::all) {
   columns = padded<R>(columns);
   for (int64_t i = 0, step; i < rows; i += step) {
     const int64_t left = rows - i;
-    step = left >= kTileRows ? kTileRows : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    // A tile of one vector needs more rows to keep the machine busy.
+    const bool tall = columns <= Simd<R>::lanes && part == Part::all && left >= 2 * kTileRows;
+    step = tall ? 2 * kTileRows : left >= kTileRows ? kTileRows : left >= 4 ? 4 : left >= 2 ? 2 : 1;
     const int64_t from = part == Part::upper ? i : 0;
     const int64_t to = part == Part::lower ? std::min(inner, i + step) : inner;
     const int64_t width = part == Part::result ? std::min(columns, padded<R>(i + step)) : columns;
     const auto left_part = A.at(i, from);
     const R* right = B + from * b;
-    R* out = C + i * c;
-    if (step == kTileRows) band<R, kTileRows>(width, to - from, left_part, right, b, out, c, into);
-    else if (step == 4) band<R, 4>(width, to - from, left_part, right, b, out, c, into);
-    else if (step == 2) band<R, 2>(width, to - from, left_part, right, b, out, c, into);
-    else band<R, 1>(width, to - from, left_part, right, b, out, c, into);
+    const auto out = C.at(i, 0);
+    if (tall) band<R, 2 * kTileRows>(width, to - from, left_part, right, b, out);
+    else if (step == kTileRows) band<R, kTileRows>(width, to - from, left_part, right, b, out);
+    else if (step == 4) band<R, 4>(width, to - from, left_part, right, b, out);
+    else if (step == 2) band<R, 2>(width, to - from, left_part, right, b, out);
+    else band<R, 1>(width, to - from, left_part, right, b, out);
   }
 }
 
@@ -164,25 +225,33 @@ void transpose(int64_t rows, int64_t columns, const R* in, int64_t stride, R* ou
 
 // These go over whole vectors: `size` is rounded up, and what stands behind it must be there.
 
+// The sum of a vector's lanes, half added to half.
 template <class R>
-R dot(int64_t size, const R* x, const R* y) {
+R sum_of(typename Simd<R>::Vector x) {
   constexpr int L = Simd<R>::lanes;
-  typename Simd<R>::Vector sums = {};
-  for (int64_t i = 0; i < size; i += L) sums += vector(x + i) * vector(y + i);
-  R sum = 0;
-  for (int i = 0; i < L; ++i) sum += sums[i];
-  return sum;
+  R lanes[L];
+  std::memcpy(lanes, &x, sizeof x);
+#pragma GCC unroll 8
+  for (int half = L / 2; half; half /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// 0, 1, 2, ...
+template <class R>
+typename Simd<R>::Ints lane_numbers() {
+  typename Simd<R>::Ints lanes;
+  for (int i = 0; i < Simd<R>::lanes; ++i) lanes[i] = i;
+  return lanes;
 }
 
 template <class R>
-bool all_finite(int64_t size, const R* x) {
-  constexpr int L = Simd<R>::lanes;
-  constexpr R most = std::numeric_limits<R>::max();
-  auto outside = vector(x) != vector(x);  // NaN, lane by lane
-  for (int64_t i = 0; i < size; i += L) outside |= ~((vector(x + i) <= most) & (vector(x + i) >= -most));
-  bool any = false;
-  for (int i = 0; i < L; ++i) any |= outside[i] != 0;
-  return !any;
+R dot(int64_t size, const R* x, const R* y) {
+  typename Simd<R>::Vector sums = {};
+  for (int64_t i = 0; i < size; i += Simd<R>::lanes) sums += vector(x + i) * vector(y + i);
+  return sum_of<R>(sums);
 }
 
 // y = factor * x.
@@ -207,8 +276,7 @@ void hadamard(int64_t size, const R* x, const R* y, R* z) {
 template <class R>
 void exponential(int64_t size, const R* x, R* y) {
   using V = typename Simd<R>::Vector;
-  typedef std::conditional_t<sizeof(R) == 4, int32_t, int64_t> Int;
-  typedef Int Ints __attribute__((vector_size(kVectorBytes)));
+  using Ints = typename Simd<R>::Ints;
   constexpr int digits = std::numeric_limits<R>::digits - 1, offset = std::numeric_limits<R>::max_exponent - 1;
   constexpr R ln2 = R(0.693147180559945309417), most = sizeof(R) == 4 ? 170 : 1400;
   const V one = V{} + R(1), half = V{} + R(0.5);
