@@ -10,6 +10,17 @@ from hypothesis import settings
 settings.register_profile("fastweights", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("fastweights")
 
+# Markers of tests that run only where `-m` names them.
+ON_REQUEST = {"fuzz", "every_variant"}
+
+
+def pytest_collection_modifyitems(config, items):
+    unasked = {marker for marker in ON_REQUEST if marker not in config.option.markexpr}
+    left_out = [item for item in items if unasked & {mark.name for mark in item.iter_markers()}]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
 
 @pytest.fixture(autouse=True)
 def _surroundings(monkeypatch):

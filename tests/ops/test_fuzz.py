@@ -218,8 +218,6 @@ def test_random_calls(block):
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("block", range(5))
-def test_many_random_calls(block, request):
-    if "fuzz" not in request.config.option.markexpr:
-        pytest.skip("many calls run with -m fuzz")
+def test_many_random_calls(block):
     for seed in range(1000 * (block + 1), 1000 * (block + 2)):
         check(seed)

@@ -1,4 +1,8 @@
-"""Every shipped launch configuration compiles for sm_80 and sm_90, without a GPU, and fits in shared memory."""
+"""Every shipped launch configuration compiles, without a GPU, and fits in shared memory.
+
+Every row of the tables is compiled once, forward and back, and the most demanding rows with all that a call can have.
+`pytest -m every_variant` compiles the product of rows, options and architectures, which takes minutes.
+"""
 
 import os
 from contextlib import nullcontext
@@ -48,11 +52,15 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+
+
+def name(dtype: torch.dtype, *more: Any) -> str:
+    return "-".join([str(dtype)[6:], *map(str, more)])
+
+
 ROWS = [
-    pytest.param(
-        dtype, D, M, config, id=f"{str(dtype)[6:]}-{D}x{M}{'-tokens' if isinstance(config, RecurrentWalk) else ''}"
-    )
-    for dtype, D, M, config in plain_rows()
+    pytest.param(dtype, D, M, row, id=name(dtype, f"{D}x{M}", *(["tokens"] if isinstance(row, RecurrentWalk) else [])))
+    for dtype, D, M, row in plain_rows()
     if dtype != torch.float64
 ]
 GROUPED = [
@@ -66,10 +74,17 @@ ONE = [
 ]
 
 
+def largest(rows: list[Any]) -> list[Any]:
+    """The last row of each kind for each dtype: tables begin with the smallest."""
+    return list({(row.values[0], type(row.values[3])): row for row in rows}.values())
+
+
+# The last one takes the most shared memory.
+DEMANDING = [*largest(ROWS), *(row for row in ROWS if row.id == "bfloat16-256x256")]
 MAPPED = [
-    pytest.param(dtype, T, d, Features.named(name, nu, True, True), id=f"{str(dtype)[6:]}-{T}-{d}-{name}-{nu}")
+    pytest.param(dtype, T, d, Features.named(phi, nu, True, True), id=name(dtype, T, d, phi, nu))
     for dtype, T in ((torch.bfloat16, 256), (torch.bfloat16, 1), (torch.float16, 256), (torch.float32, 256))
-    for d, name, nu in ((16, "elu", 0), (32, "elu", 0), (16, "dpfp", 1), (16, "dpfp", 3), (32, "dpfp", 3))
+    for d, phi, nu in ((16, "elu", 0), (32, "elu", 0), (16, "dpfp", 1), (16, "dpfp", 3), (32, "dpfp", 3))
     # Half a minute of compiling: float32 has its products in three.
     if (dtype, d, nu) != (torch.float32, 32, 3)
 ]
@@ -78,6 +93,10 @@ MAPPED += [
     pytest.param(torch.bfloat16, 256, d, Features.named("dpfp", nu, True, True), id=f"bfloat16-256-{d}-dpfp-{nu}")
     for d, nu in ((16, 2), (32, 1))
 ]
+# Every row that is for mapped keys alone, every way in which such a row follows from another, and what takes the most
+# memory.
+ONCE_MAPPED = ["bfloat16-256-32-elu-0", "bfloat16-256-16-dpfp-2", "float32-256-16-elu-0"]
+ONCE_MAPPED += ["bfloat16-256-16-dpfp-3", "bfloat16-256-32-dpfp-3", "float16-256-16-dpfp-1", "bfloat16-1-32-dpfp-3"]
 
 
 def grouped(config: Variant) -> bool:
@@ -216,8 +235,9 @@ def check(calls: list[Any], capability: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED + ONE)
-def test_compiles_for_hopper(monkeypatch, dtype, D, M, config):
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED + largest(ONE))
+def test_compiles(monkeypatch, dtype, D, M, config):
+    """For the architecture that the rows were chosen on."""
     calls = launches(monkeypatch, dtype, D, M, config, gated=False)
     fused = not isinstance(config, SplitWalk)
     assert len(calls) == (9 if grouped(config) else 4) - (1 + (not grouped(config))) * fused
@@ -225,43 +245,54 @@ def test_compiles_for_hopper(monkeypatch, dtype, D, M, config):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), DEMANDING)
+def test_compiles_with_all_options(monkeypatch, dtype, D, M, config):
+    """For the architecture with less memory. In float32 attention is normalised, too, as all dtypes then are."""
+    check(launches(monkeypatch, dtype, D, M, config, gated=True, tied=dtype != torch.float32), 80)
+
+
+@pytest.mark.every_variant
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("gated", [False, True], ids=["delta", "gated-packed"])
 @pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED + ONE)
-def test_compiles_for_ampere(monkeypatch, dtype, D, M, config):
-    check(launches(monkeypatch, dtype, D, M, config, gated=False), 80)
+def test_compiles_for_every_architecture(monkeypatch, dtype, D, M, config, gated, capability):
+    check(launches(monkeypatch, dtype, D, M, config, gated), capability)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + ONE)
-def test_compiles_gated_and_packed(monkeypatch, dtype, D, M, config):
-    check(launches(monkeypatch, dtype, D, M, config, gated=True), 90)
-
-
-@pytest.mark.slow
+@pytest.mark.every_variant
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("dtype", "D", "M", "config"), [row for row in ROWS if row.values[0] == torch.float32])
 def test_compiles_gated_and_normalised(monkeypatch, dtype, D, M, config, capability):
-    """In float32, as all dtypes then are."""
     check(launches(monkeypatch, dtype, D, M, config, gated=True, tied=False), capability)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize(("d", "name", "nu", "M"), [(32, "dpfp", 4, 32), (64, "dpfp", 1, 128), (128, "elu", 0, 128)])
-def test_the_most_features_fit_beside_the_most_values(monkeypatch, d, name, nu, M, capability):
-    features = Features.named(name, nu, True, True)
+@pytest.mark.parametrize(("d", "phi", "nu", "M"), [(32, "dpfp", 4, 32), (64, "dpfp", 1, 128), (128, "elu", 0, 128)])
+def test_the_most_features_fit_beside_the_most_values(monkeypatch, d, phi, nu, M):
+    """In the dtype that asks for the most memory, on the architecture that has the least."""
+    features = Features.named(phi, nu, True, True)
     D = features.size(d)
     assert holds_features(d, D, M) and not holds_features(d, D + 1, M) and not holds_features(d, D, M + 1)
-    # The dtype that asks for the most.
     config = configuration(D, M, torch.float16, 999, 256, features)
-    check(launches(monkeypatch, torch.float16, d, M, config, gated=False, features=features)[-1:], capability)
+    check(launches(monkeypatch, torch.float16, d, M, config, gated=False, features=features)[-1:], 80)
+
+
+def with_map(monkeypatch: Any, dtype: torch.dtype, T: int, d: int, features: Features) -> list[Any]:
+    config = configuration(features.size(d), d, dtype, 999, T, features)
+    return launches(monkeypatch, dtype, d, d, config, gated=False, features=features)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "T", "d", "features"), [row for row in MAPPED if row.id in ONCE_MAPPED])
+def test_compiles_with_feature_maps(monkeypatch, dtype, T, d, features):
+    check(with_map(monkeypatch, dtype, T, d, features), 80)
+
+
+@pytest.mark.every_variant
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("dtype", "T", "d", "features"), MAPPED)
-def test_compiles_with_feature_maps(monkeypatch, dtype, T, d, features, capability):
-    config = configuration(features.size(d), d, dtype, 999, T, features)
-    check(launches(monkeypatch, dtype, d, d, config, gated=False, features=features), capability)
+def test_compiles_with_every_feature_map(monkeypatch, dtype, T, d, features, capability):
+    check(with_map(monkeypatch, dtype, T, d, features), capability)
 
 
 AHEAD = [
