@@ -17,38 +17,18 @@ from torch import Tensor
 from fastweights.ops import family
 from fastweights.ops.causality import Tokens
 from fastweights.ops.cpu.build import failure, library, unavailable
+from fastweights.ops.cpu.views import View, checked_bounds
 from fastweights.ops.operator import ChunkedOperator, number_of_chunks
 from fastweights.ops.spec import Backend, Executable, Refusal, Spec, mapping_first
 
 # With decays per key channel, the work within a chunk grows with its length as that of every product of keys does.
 LONGEST_PER_KEY = 32
-KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 NO_MEMORY, FINITE = 0, 1
 
 
 def chunk_length(D: int, M: int) -> int:
     """Tokens in a chunk: the work within a chunk grows with it, the states kept shrink."""
     return 32 if max(D, M) <= 32 else 48
-
-
-class View(ctypes.Structure):
-    """A tensor (B, T, H) or (B, T, H, ·) to the C++; all zero where there is none."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("batch", ctypes.c_int64),
-        ("time", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-        ("bytes", ctypes.c_int32),
-    )
-
-    @classmethod
-    def of(cls, x: Tensor | None) -> View:
-        """The view of x, whose last axis is contiguous."""
-        if x is None:
-            return cls()
-        return cls(x.data_ptr(), *x.stride()[:3], KINDS[x.dtype], x.element_size())
 
 
 class Call(ctypes.Structure):
@@ -73,13 +53,11 @@ def _call(
     assert q is not None and v is not None
     (B, T, heads, D), (H, M) = q.shape, v.shape[2:]
     per_key = a is not None and a.dim() == 4
-    bounds = [T * i for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    bounds = [T * i for i in range(B + 1)] if cu_seqlens is None else checked_bounds(cu_seqlens, T)
     N, wide = len(bounds) - 1, states["before"].dtype
     sizes = (N, H, D, M, chunk, cu_seqlens is not None, H // heads, per_key, log)
     call = Call(*sizes, (ctypes.c_int64 * len(bounds))(*bounds))
     # The C++ believes what it is told, so everything it will read or write through is checked here.
-    if cu_seqlens is not None and (bounds[0] != 0 or bounds[-1] != T or any(a > b for a, b in pairwise(bounds))):
-        raise ValueError(f"cu_seqlens must rise from 0 to T = {T}, got {bounds[:20]}")
     if wide not in (torch.float32, torch.float64):
         raise TypeError(f"the state must be float32 or float64, got {wide}")
     if H % heads:

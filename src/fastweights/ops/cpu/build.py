@@ -25,6 +25,7 @@ import torch
 
 from fastweights.common.files import remove_stale_temporaries
 from fastweights.ops.cpu.compiler import NATIVE, SOURCES, Level, compile_library, find_compiler, flags, levels
+from fastweights.ops.cpu.views import KINDS
 
 ENVIRONMENT = "FASTWEIGHTS_CPU_LEVEL"
 SHIPPED = Path(__file__).parent / "lib"
@@ -187,6 +188,16 @@ def unavailable() -> str | None:
 def failure() -> str | None:
     """Return why it could not be built or loaded; build it where nobody did."""
     return _failure()
+
+
+def refuses_tensors(*tensors: torch.Tensor | None) -> str | None:
+    """Return why the C++ cannot take these tensors: where they are, what they hold, or that there is no C++."""
+    for x in tensors:
+        if x is not None and x.device.type != "cpu":
+            return f"it runs on the CPU, a tensor is on {x.device}"
+        if x is not None and x.dtype not in KINDS:
+            return f"it takes {', '.join(map(str, KINDS))}, a tensor is {x.dtype}"
+    return unavailable() or failure()
 
 
 # Both ask the machine, not the problem, so `torch.compile` may take their answers for constants. This is all that
