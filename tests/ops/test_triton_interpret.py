@@ -3,6 +3,7 @@
 The interpreter has to be chosen before Triton is first imported, so the tests run in a process of their own.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -297,6 +298,22 @@ def test_decays_from_all_to_nothing(kernels, dtype):
     problem.gates["decay"][:] = logarithms.exp()[torch.arange(33) % 8].reshape(1, 33, 1).to(dtype)
     precision = IEEE if dtype == torch.float64 else TF32X3
     run_both(problem, replace(kernels, precision=precision, solve=precision))
+
+
+@inside
+@pytest.mark.parametrize(("n", "fits"), [(2**31 - 1, True), (2**31, False)])
+def test_integers_that_overflow_are_noticed(n, fits):
+    import triton
+    from triton.runtime.errors import InterpreterError
+
+    @triton.jit
+    def double(out, half, rest):
+        triton.language.store(out, half * 2 + rest)
+
+    out = torch.zeros((), dtype=torch.int32)
+    with nullcontext() if fits else pytest.raises(InterpreterError, match="int32 overflows in"):
+        double[(1,)](out, n // 2, n % 2)
+    assert out.item() == n * fits
 
 
 @inside
