@@ -2,17 +2,31 @@
 
 from collections.abc import Iterator
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
 
 from fastweights.cli import COMMANDS, LazyCommand, app
 
 PLACE = "<!-- commands -->"
+RESULTS = Path(__file__).parents[1] / "results"
+# Results that pages show or link to, and that the site therefore has, too.
+SHOWN = ("look/demo.html", "look/demo.png")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the results that pages show."""
+    for name in SHOWN:
+        files.append(File.generated(config, f"results/{name}", abs_src_path=str(RESULTS / name)))
+    return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the reference of all commands in its place."""
+    """Put the reference of all commands in its place, and lead links to results to the site's own copies."""
+    markdown = markdown.replace("](../results/", "](results/")
     return markdown.replace(PLACE, "\n".join(_reference())) if PLACE in markdown else markdown
 
 

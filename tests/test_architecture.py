@@ -30,6 +30,7 @@ ORDER = [
     "report",
     "probe",
     "commands",
+    "look",
     "benchmarks",
     "cli",
     "__main__",

@@ -78,6 +78,12 @@ def test_a_memory_is_looked_into_and_edited(run):
     assert last["delta"] == "0.00" < last["sum"] and len(edited) == 2 and max(edited) < 1e-14
 
 
+def test_a_trained_model_is_looked_into(run, tmp_path):
+    output = run("look_inside.py", tmp_path / "page.html")
+    assert "layer 3, head 5: most from token 2, ' film'" in output and output.count("layer") == 30
+    assert (tmp_path / "page.html").stat().st_size > 100_000
+
+
 def test_gradients_of_every_sample(run):
     assert "project.weight: (6, 50, 16), one gradient a sample" in run("per_sample_gradients.py")
 

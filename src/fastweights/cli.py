@@ -24,6 +24,7 @@ COMMANDS = {
     "eval lm": ("commands.evaluate:lm", "Measure the perplexity of a language model."),
     "eval mt": ("commands.evaluate:mt", "Measure the BLEU score of a translation model."),
     "generate": ("commands.generate:generate", "Continue a prompt with a trained language model."),
+    "look": ("look.command:look", "Write a page that shows a language model's memory while it reads."),
     "translate": ("commands.translate:translate", "Translate lines of text with a trained translation model."),
     "export run": ("commands.export.run:export_run", "Write it without what only training needs, with a card."),
     "reproduce": ("commands.reproduce:reproduce", "Train the models behind the paper's figures and tables."),

@@ -81,11 +81,9 @@ def attribute(
     writes a token. Other rules are refused: where W is squashed (`fwp1991`) or rescaled by its norm (`schlag2021`), a
     read is no sum over writes.
 
-    Args:
-        q, k, v, rule, normalization, state, **gates: as for `fast_weight_memory`.
-        by: "value" asks how much of each value v_s is left in the read: a value that was overwritten has weight 0.
-            "write" asks what each step changed: under the delta rule, an overwriting step then counts as the new value
-            less the old one, which stays with the step that wrote it.
+    Arguments are those of `fast_weight_memory`, and `by`. With `by="value"` a weight says how much of the value v_s is
+    left in the read: one that was overwritten has weight 0. With `by="write"` a part is what a step changed: under the
+    delta rule, an overwriting step counts as the new value less the old one, which stays with the step that wrote it.
     """
     look_up(BY, by, "by")
     inputs = _family_inputs(q, k, v, rule, normalization, state, gates)
