@@ -1,6 +1,6 @@
 """Put fast weights in the place of attention in GPT-2 of Hugging Face, train it a little, and let it write.
 
-    pip install '.[huggingface]'
+    pip install '.[hf]'
     python examples/huggingface_gpt2.py
 
 The model is made from a configuration, so nothing is downloaded. To start from pretrained weights, replace the line

@@ -105,6 +105,13 @@ def test_two_processes_have_the_gradients_of_one():
 
 
 def test_gpt2_of_hugging_face_learns(run):
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[huggingface]'")
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
     first, *_, last = losses(run("huggingface_gpt2.py"))
     assert last < first < 5
+
+
+def test_a_model_of_transformers_keeps_packed_documents_apart(run):
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
+    output = run("transformers_patch.py")
+    assert "torch_chunk_gated_delta_rule" in output
+    assert float(re.search(r"packed and alone: (\S+)", output).group(1)) < 1e-6

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LANGUAGE = ["table2", "table3", "table4", "table5"]
-BENCHMARKS = {"memory", "retrieval", "kernels", "lm", "lm-agreement", "stream", "mt"}
+BENCHMARKS = {"memory", "retrieval", "kernels", "lm", "lm-agreement", "stream", "mt", "transformers"}
 
 
 def rows(name):
@@ -237,6 +237,13 @@ def test_verdicts_on_kernels():
     assert found[1:] == [[case, *(cells[case] for cells in verdicts)] for case in verdicts[0]]
     for name in ("gated_delta-fastweights-reference", "kda-fastweights-cpu"):
         assert not any("*" in cell or cell in ("-", "error") for cell in judged(name).values())
+
+
+def test_speed_of_models_of_transformers():
+    for model, what, *numbers in table("docs/transformers.md", ["model", "what"]):
+        measured = row("transformers-cpu", model=model, what=what)
+        keys = ("fallback_ms", "fastweights_ms", "speedup", "most")
+        assert all(map(agrees, numbers, [measured[key] for key in keys]))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results" / "bench").iterdir()), ids=lambda path: path.name)

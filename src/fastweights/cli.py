@@ -39,6 +39,10 @@ COMMANDS = {
     ),
     "bench stream": ("benchmarks.stream:run", "Time a stream of words after short and long texts."),
     "bench mt": ("benchmarks.translation:run", "Time translation models with linear and softmax attention."),
+    "bench transformers": (
+        "benchmarks.transformers:run",
+        "Time models of transformers with our operators and with theirs.",
+    ),
     "verify": ("commands.verify:verify", "Judge anybody's kernel of this family by float64 over hard cases."),
     "info": ("commands.info:info", "Show versions, devices, update rules, feature maps and backends."),
     "tour": ("commands.tour:tour", "See the update rules side by side; takes seconds."),

@@ -1,0 +1,185 @@
+"""`fastweights bench transformers`: models of transformers with our operators bound into them, and without.
+
+Also measured is a model that computes nothing between its projections: what no operator can save.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
+from typing import Annotated, Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from fastweights.benchmarks.record import Out, Record, Repeats
+from fastweights.commands.options import AsJson, chosen_names, input_errors, option
+from fastweights.compat.transformers import Binding, patch
+
+SEED = 0
+VOCABULARY = 1000
+DECODED = 32
+
+# The first has the widths of Qwen3.5-0.8B. All have 4 layers and 1,000 words: what repeats would add nothing.
+SHARED = {"vocab_size": VOCABULARY, "num_hidden_layers": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+LAYERS = ["linear_attention"] * 3 + ["full_attention"]
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3.5-1024": (
+        "qwen3_5",
+        "qwen3_5_text",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+    ),
+    "qwen3.5-256": (
+        "qwen3_5",
+        "qwen3_5_text",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 896,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+    ),
+    "kimi-linear-256": (
+        "kimi_linear",
+        "kimi_linear",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 1024,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+            "linear_num_heads": 4,
+            "linear_head_dim": 64,
+            "mlp_layer_types": ["dense"] * 4,
+        },
+    ),
+}
+
+
+def _no_rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    # Everything has a gradient, as it has in the rule.
+    y = value * beta.unsqueeze(-1) + (query.mean() + key.mean() + g.mean())
+    return y, y.new_zeros(len(y), value.shape[2], key.shape[3], value.shape[3])
+
+
+def _no_convolution(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden_states
+
+
+@contextmanager
+def nothing_between_projections(model: str) -> Iterator[None]:
+    """Bind functions that compute nothing in the place of rule and convolution."""
+    with patch(model) as bound:
+        bindings: list[Binding] = list(bound.bindings)
+        for binding in bindings:
+            setattr(binding.module, binding.name, _no_rule if "rule" in binding.what else _no_convolution)
+        try:
+            yield
+        finally:
+            for binding in bindings:
+                setattr(binding.module, binding.name, binding.original)
+
+
+def steps(model: Any, length: int, batch: int) -> dict[str, Callable[[], float]]:
+    """Return what is measured, by name: each does it once and returns seconds."""
+    prompt = torch.randint(3, VOCABULARY, (1, length))
+    rows = torch.randint(3, VOCABULARY, (batch, length))
+
+    @torch.no_grad()
+    def prefill() -> float:
+        start = time.perf_counter()
+        model(prompt, logits_to_keep=1)
+        return time.perf_counter() - start
+
+    def training() -> float:
+        model.zero_grad()
+        start = time.perf_counter()
+        model(rows, labels=rows, use_cache=False).loss.backward()
+        return time.perf_counter() - start
+
+    @torch.no_grad()
+    def decoding() -> float:
+        output = model(prompt[:, :64])
+        start = time.perf_counter()
+        for _ in range(DECODED):
+            word = output.logits[:, -1:].argmax(-1)
+            output = model(word, past_key_values=output.past_key_values)
+        return (time.perf_counter() - start) / DECODED
+
+    return {"prefill": prefill, "training step": training, "decoding": decoding}
+
+
+def measure(label: str, length: int, batch: int, repeats: int) -> list[dict[str, Any]]:
+    """Return the median ms of every step, taking turns: the fallback, ours, and nothing between projections."""
+    name, kind, sizes = MODELS[label]
+    transformers = import_module("transformers")
+    torch.manual_seed(SEED)
+    config = transformers.AutoConfig.for_model(kind, **SHARED, layer_types=LAYERS, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "fallback": nullcontext,
+        "fastweights": lambda: patch(name),
+        "nothing": lambda: nothing_between_projections(name),
+    }
+    rows = []
+    for what, step in steps(model, length, batch).items():
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for turn in range(repeats + 1):
+            for way, bound in ways.items():
+                with bound():
+                    seconds = step()
+                if turn:
+                    times[way].append(seconds)
+        ms = {f"{way}_ms": 1e3 * statistics.median(taken) for way, taken in times.items()}
+        row: dict[str, Any] = {"model": label, "what": what, "length": 1 if what == "decoding" else length}
+        row |= {"batch": batch if what == "training step" else 1, "transformers": transformers.__version__, **ms}
+        row["speedup"] = row["fallback_ms"] / row["fastweights_ms"]
+        row["most"] = row["fallback_ms"] / row["nothing_ms"]
+        rows.append(row)
+    return rows
+
+
+@input_errors((ValueError, OSError, ImportError))
+def run(
+    out: Out = None,
+    models: Annotated[str, option("Models, by name and width.")] = ",".join(MODELS),
+    length: Annotated[int, option("Tokens of a prompt and of a row in training.")] = 512,
+    batch: Annotated[int, option("Rows in training.")] = 1,
+    repeats: Repeats = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Time models of transformers on the CPU in float32, with our operators bound into them and without."""
+    names = chosen_names(MODELS, models, "model")
+    record = Record("transformers", "cpu", SEED, out, as_json)
+    for name in names:
+        record.console.print(f"measuring {name}", style="dim")
+        record.add(*measure(name, length, batch, repeats))
+    table = Table(
+        "model", "", "fallback ms", "fastweights ms", "speed-up", "at most", title=f"{length} tokens, float32"
+    )
+    for row in record.rows:
+        cells = (f"{row['fallback_ms']:.1f}", f"{row['fastweights_ms']:.1f}", f"{row['speedup']:.2f}")
+        table.add_row(row["model"], row["what"], *cells, f"{row['most']:.2f}")
+    record.finish(table, "at most: a model that computes nothing between its projections")
