@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastweights.compat.calls import Result, run
+from fastweights.ops.fused.short_convolution import short_convolution
 
 MODELS = (
     "qwen3_next",
@@ -52,9 +53,7 @@ def rule(
     with, as `cu_seq_lens_q`. What else there is in `context` is for attention, or says how to compute.
     """
     bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-    starts = None
-    if bounds is None and seq_idx is not None:
-        starts = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
+    starts = _starts(query.flatten(2), seq_idx, None) if bounds is None else None
     return run(
         family,
         q=query,
@@ -80,14 +79,11 @@ def kimi_delta_attention(query: Tensor, key: Tensor, value: Tensor, **arguments:
     return rule("kda", query, key, value, **arguments)
 
 
-ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "silu": F.silu, "swish": F.silu}
-
-
 def _activate(x: Tensor, activation: str | None) -> Tensor:
-    """Apply the activation by its name in transformers."""
-    if activation not in ACTIVATIONS:
-        return import_module("transformers.activations").ACT2FN[activation](x)
-    return ACTIVATIONS[activation](x)
+    """Apply the activation of this name in transformers."""
+    if activation in (None, "silu", "swish"):
+        return x if activation is None else F.silu(x)
+    return import_module("transformers.activations").ACT2FN[activation](x)
 
 
 def causal_conv1d_fn(
@@ -99,36 +95,24 @@ def causal_conv1d_fn(
     cu_seq_lens_q: Tensor | None = None,
     **context: object,
 ) -> Tensor:
-    """Convolve each channel of hidden_states (B, C, T) over time, within one sequence of several that are packed.
+    """Convolve each channel of hidden_states (B, C, T) over time, within each of several sequences that are packed."""
+    x, silu = hidden_states.transpose(1, 2), activation in ("silu", "swish")
+    starts = _starts(x, seq_idx, cu_seq_lens_q)
+    y, _ = short_convolution(x, weight.flip(1), bias, silu=silu, starts=starts)
+    return (y if silu else _activate(y, activation)).transpose(1, 2)
+
+
+def _starts(x: Tensor, seq_idx: Tensor | None, bounds: Tensor | None) -> Tensor | None:
+    """Return where a new sequence begins in x (B, T, C), or None if there is but one.
 
     What comes before the packed tokens belongs to the first sequence: a cache prepends what it has kept.
     """
-    T, taps = hidden_states.shape[2], weight.shape[1]
-    # Sums of 16-bit products are rounded once, at the end.
-    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    x = hidden_states.transpose(1, 2).to(weight.dtype)
-    numbers = _sequence_numbers(T, seq_idx, cu_seq_lens_q)
-    y = x * weight[:, -1]
-    if bias is not None:
-        y = y + bias
-    # Tokens are rows of channels in memory: shifted rows are cheaper than a convolution along columns.
-    longer = F.pad(x, (0, 0, taps - 1, 0))
-    before = None if numbers is None else F.pad(numbers, (taps - 1, 0), value=-1)
-    for back in range(1, min(taps, T)):
-        shifted = longer[:, taps - 1 - back : -back]
-        if before is not None and numbers is not None:
-            shifted = shifted.masked_fill((before[:, taps - 1 - back : -back] != numbers).unsqueeze(-1), 0)
-        y = torch.addcmul(y, shifted, weight[:, -1 - back])
-    return _activate(y, activation).to(hidden_states.dtype).transpose(1, 2)
-
-
-def _sequence_numbers(T: int, seq_idx: Tensor | None, bounds: Tensor | None) -> Tensor | None:
-    """Return the number of the sequence that each of T tokens is in, (B or 1, T); None if there is but one."""
+    B, T, _ = x.shape
     if bounds is not None:
-        time = torch.arange(T, device=bounds.device) - (T - bounds[-1])
-        return torch.searchsorted(bounds[1:].contiguous(), time.to(bounds.dtype), right=True).unsqueeze(0)
+        time = torch.arange(T, device=x.device) - (T - bounds[-1])
+        return torch.isin(time, bounds[1:-1]).expand(B, T)
     if seq_idx is not None:
-        return torch.cat([seq_idx[:, :1].expand(-1, T - seq_idx.shape[1]), seq_idx], 1)
+        return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (T - seq_idx.shape[1] + 1, 0))
     return None
 
 
