@@ -54,11 +54,6 @@ def test_a_character_model_learns(run, tmp_path):
     assert losses(output)[-1] < 0.5 and "abcdefgh" in output
 
 
-def test_a_character_model_has_fifty_lines():
-    code = (EXAMPLES / "character_model.py").read_text().split('"""', 2)[2]
-    assert sum(bool(line.strip()) for line in code.splitlines()) <= 50
-
-
 def test_the_training_loop_of_the_examples_learns(run, tmp_path):
     (tmp_path / "text").write_text("abcdefgh" * 300)
     options = [tmp_path / "text", "--carried", "--batch", "4", "--length", "32", "--steps", "40"]

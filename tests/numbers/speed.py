@@ -1,0 +1,239 @@
+"""Numbers that were measured: kernels, streams, training and translation."""
+
+import json
+from itertools import chain
+
+import torch
+
+from fastweights.benchmarks import lm, lm_agreement
+from fastweights.conformance.oracle import SAFETY
+from fastweights.data.registry import CORPORA
+from fastweights.experiments.paper import speed
+from fastweights.inference.translate import AT_ONCE
+from fastweights.models import presets, translation_presets
+from tests.numbers.declared import ROOT, parameters, row, rows, source
+
+BANDWIDTH, OPERATIONS = 4.8e12, 989e12  # of an H200 in its data sheet: bytes and bfloat16 operations a second
+
+
+# README and kernels: the delta rule beside its rivals.
+
+SHAPES = {"small": (96, 256, 8, 16), "medium": (56, 384, 8, 32), "2k": (8, 2048, 16, 64), "32k": (1, 32768, 16, 64)}
+WIDE = {"2k, wide": (8, 2048, 16, 128), "32k, wide": (1, 32768, 16, 128)}
+
+
+def shape(batch, length, heads, size):
+    """Return the numbers by which tables name a shape; those below 10 are not among the numbers of a text."""
+    return [number for number in (batch, length, heads, size) if number > 9]
+
+
+def milliseconds(where, dtype, way, key):
+    found = row("kernels-h200", part="shape", shape=[*where, where[-1]], dtype=dtype)
+    return found["measured"][way][key]
+
+
+def first_calls(kind):
+    return {
+        row("kernels-h200", part="first call", name=f"paper {size}")[kind]["first_s"] for size in ("small", "medium")
+    }
+
+
+@source("README.md", "| | fastweights |")
+def _():
+    (ours,) = {round(seconds, 1) for seconds in first_calls("checked")}
+    assert rows("kernels-h200")[0]["fla-core"] == "0.6.0"
+    return [ours, milliseconds(SHAPES["small"], "bfloat16", "fla chunk", "first_call_s")]
+
+
+@source("README.md", "| batch x length, heads |")
+def _():
+    for where in SHAPES.values():
+        yield from shape(*where)
+        for way in ("fastweights", "fla chunk", "sdpa"):
+            yield milliseconds(where, "bfloat16", way, "both_graph_ms")
+
+
+source("README.md", "The delta rule forward and backward")(
+    lambda: [row("lm-stock-h200", model="delta")["fast"]["words_per_s"]]
+)
+
+
+@source("docs/kernels.md", "| batch x length, heads |")
+def _():
+    small, medium = SHAPES["small"], SHAPES["medium"]
+    long = [SHAPES["2k"], WIDE["2k, wide"], SHAPES["32k"], WIDE["32k, wide"]]
+    table = [(where, "bfloat16", "graph", "fla chunk") for where in (small, medium, *long)]
+    table += [(where, "bfloat16", "eager", "fla recurrent") for where in (small, medium)]
+    table += [(where, "float32", "graph", "fla recurrent") for where in (small, medium)]
+    for where, dtype, how, rival in table:
+        times = [milliseconds(where, dtype, way, f"both_{how}_ms") for way in ("fastweights", rival)]
+        # Of flash-linear-attention's two kernels the faster is shown.
+        other = {"fla chunk": "fla recurrent", "fla recurrent": "fla chunk"}[rival]
+        measured = row("kernels-h200", part="shape", shape=[*where, where[-1]], dtype=dtype)["measured"]
+        assert other not in measured or measured[other][f"both_{how}_ms"] > times[1]
+        yield from times
+        if dtype == "bfloat16":
+            yield milliseconds(where, dtype, "sdpa", f"both_{how}_ms")
+
+
+@source("docs/kernels.md", "In float32 the error is below")
+def _():
+    checks = [r for r in rows("kernels-h200") if r["part"] == "check" and r["name"].startswith("float32")]
+    assert max(error for check in checks for error in check["errors"].values()) < 2e-6
+    (checked,), (stored,) = ({round(s, 1) for s in first_calls(kind)} for kind in ("checked", "from disk"))
+    return [2e-6, checked, stored]
+
+
+source("docs/maths.md", "Where the divisor is below")(lambda: [float(f"{torch.finfo(torch.float32).tiny ** 0.5:.0e}")])
+
+
+@source("docs/streams.md", "| | after 256 tokens")
+def _():
+    pasts = (256, 4096, 65536)
+    yield from pasts
+    for kind in ({"model": "delta", "graph": True}, {"model": "delta", "graph": False}, {"model": "transformer"}):
+        measured = [row("stream-h200", past=past, **{"graph": False, **kind}) for past in pasts]
+        yield from (entry["ms"] for entry in measured)
+        yield measured[-1]["state_bytes"]
+
+
+@source("docs/training-speed.md", "| | allowed |")
+def _():
+    measured = [rows(f"lm-agreement-{model}-h200")[0] for model in ("delta", "linear")]
+    losses = [entry["losses"]["losses"] for entry in measured]
+    (count,) = {len(entry["fast"]) for entry in losses}
+    yield from (count, 100 * lm.AGREEMENT)
+    for entry in losses:
+        yield 100 * max(abs(a / b - 1) for a, b in zip(entry["fast"], entry["plain"], strict=True))
+    (steps,) = {entry["perplexity"]["steps"] for entry in measured}
+    yield from (steps, 100 * lm_agreement.ENDING)
+    for entry in measured:
+        ways = entry["perplexity"]["ways"]
+        yield 100 * abs(ways["fast"]["valid"]["ppl"] / ways["plain"]["valid"]["ppl"] - 1)
+
+
+@source("docs/training-speed.md", "| model | words/s | file |")
+def _():
+    stock = {name: row("lm-stock-h200", model=name) for name in ("delta", "transformer")}
+    ways = [stock["delta"]["fast"], stock["transformer"]["fast"], stock["transformer"]["stock"]]
+    ways += [row("lm-medium-h200", model="delta", size="medium")["fast"]]
+    yield from (way["words_per_s"] for way in ways)
+    yield from (1e3 * speed.PAPER[model][0] for model in ("delta", "transformer"))
+
+
+def small_step():
+    """Return the small model, its words in one update, and the bytes of one wide layer of a block."""
+    recipe, model = presets.RECIPES["small"], presets.PRESETS["small"]()
+    words = recipe["segment"] * recipe["batch_size"]
+    return model, words, words * model.d_ff * 2
+
+
+@source("docs/training-speed.md", "| what | where | why |")
+def _():
+    model, words, wide = small_step()
+    kernels = row("lm-stock-h200", model="delta")["fast"]["kernels"]
+    calls, head = sum(kernel["calls"] for kernel in kernels), model.cutoffs[0] + len(model.cutoffs)
+    yield from (model.n_layers, round(calls, -2), 1e3 * sum(kernel["ms"] for kernel in kernels) / calls)
+    yield from (
+        words,
+        head,
+        words * head * 4,
+        wide,
+        1e6 * wide / row("kernels-h200", part="machine")["bandwidth_bytes_per_s"],
+    )
+
+
+@source("docs/training-speed.md", "For the paper's small model,")
+def _():
+    model, words, _ = small_step()
+    return [words, model.n_layers, model.d_model, model.d_ff, BANDWIDTH, OPERATIONS]
+
+
+@source("docs/training-speed.md", "| part | work | floor |")
+def _():
+    model, words, wide = small_step()
+    passes, logits = 7 * wide * model.n_layers, 639e6
+    stream, memory, adam, products = 7e9, 1.1e9, 1.7e9, 4 * 2 * logits * model.d_model
+    floors = [1e3 * work / BANDWIDTH for work in (passes, stream, memory, adam)]
+    floors.insert(3, 1e3 * products / OPERATIONS)
+    work = [[words, model.d_ff, passes], [stream], [memory], [logits, products], [parameters("small"), adam]]
+    yield from chain.from_iterable([*entry, floor] for entry, floor in zip(work, floors, strict=True))
+    yield from (sum(floors), 1e3 * words / sum(floors))
+
+
+@source("docs/translation.md", "`fastweights bench mt")
+def _():
+    (sentences,) = {entry["sentences"] for entry in rows("mt-h200")}
+    return [translation_presets.SUBWORDS, CORPORA["numbers"].options["vocabulary_size"], sentences]
+
+
+@source("docs/translation.md", "| source tokens |")
+def _():
+    for length in (32, 512, 4096):
+        measured = [row("mt-h200", attention=attention, source_length=length) for attention in ("linear", "softmax")]
+        yield length
+        yield from (entry["step_ms"] for entry in measured)
+        yield from (entry["train_tokens_per_s"] / 1e3 for entry in measured)
+
+
+@source("docs/translation.md", "| what | where | why |")
+def _():
+    words, tokens, sentences, length, heads = translation_presets.SUBWORDS, 12_000, 266, 30, 8
+    yield from (tokens, words, tokens * words * 4)
+    yield from (sentences, length, sentences * heads * length**2, 512, 64, sentences * heads * 512 * 64)
+    yield from (1, 32, AT_ONCE["cuda"][0])
+
+
+# Verdicts on kernels.
+
+JUDGED = {
+    "cpu": "fastweights-cpu",
+    "chunked": "fastweights-chunked",
+    "T 5.23.0 chunk": "transformers-chunk",
+    "T 5.23.0 recurrent": "transformers-recurrent",
+    "T 5.16.0 chunk": "transformers-5.16-chunk",
+    "fla chunk": "fla-naive-chunk",
+    "fla recurrent": "fla-naive-recurrent",
+}
+
+
+def judged(name):
+    """Return the verdicts of `results/verify/NAME.json` as the table of docs/verify.md writes them."""
+    cells = {}
+    for found in json.loads((ROOT / "results" / "verify" / f"{name}.json").read_text())["rows"]:
+        errors, limits = {key: float(x) for key, x in found["errors"].items()}, found["tolerances"]
+        verdict = "" if found["verdict"] == "right" else f"**{found['verdict']}** "
+        if not errors:
+            cells[found["case"]] = "-" if found["verdict"] == "not supported" else found["verdict"]
+            continue
+        worst = errors[max(errors, key=lambda key: errors[key] / limits[key])]
+        cells[found["case"]] = verdict + ("∞" if worst == float("inf") else f"{worst:.0e}".replace("e-0", "e-"))
+    return cells
+
+
+@source("docs/verify.md", "| case |")
+def _():
+    verdicts = [judged(f"gated_delta-{name}") for name in JUDGED.values()]
+    lines = [[case, *(cells[case] for cells in verdicts)] for case in verdicts[0]]
+    for name in ("gated_delta-fastweights-reference", "kda-fastweights-cpu"):
+        assert not any("*" in cell or cell in ("-", "error") for cell in judged(name).values())
+    head, *body = (f"| {' | '.join(line)} |" for line in [["case", *JUDGED], *lines])
+    return "\n".join([head, "|---" * (len(JUDGED) + 1) + "|", *body])
+
+
+source("docs/verify.md", "An error is the largest distance")(lambda: [SAFETY])
+
+
+# Models of transformers.
+
+
+@source("docs/transformers.md", "| model | what | fallback |")
+def _():
+    for entry in rows("transformers-cpu"):
+        yield from (entry[key] for key in ("fallback_ms", "fastweights_ms", "speedup", "most"))
+
+
+@source("docs/transformers.md", "Two cores of an AMD EPYC")
+def _():
+    entry = row("transformers-cpu", model="qwen3.5-1024", what="prefill")
+    return [entry["length"], int(entry["model"].rpartition("-")[2])]
