@@ -13,6 +13,7 @@ import torch
 from fastweights.feature_maps import FEATURE_MAPS
 from fastweights.ops.backends import BACKENDS, EXECUTABLES
 from fastweights.ops.rules import RULES
+from tests.training.small_text import random_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -77,6 +78,23 @@ def test_a_trained_model_is_looked_into(run, tmp_path):
     output = run("look_inside.py", tmp_path / "page.html")
     assert "layer 3, head 5: most from token 2, ' film'" in output and output.count("layer") == 30
     assert (tmp_path / "page.html").stat().st_size > 100_000
+
+
+def test_a_stream_is_rolled_back(run):
+    output = run("roll_back.py")
+    assert "snapshots at (0, 16)" in output and "8 of 15 tokens need not be read again" in output
+
+
+def test_proposals_of_a_small_model_leave_the_text_as_it_is(run):
+    calls, count = re.search(r"with (\d+) calls .* instead of (\d+)", run("speculative_decoding.py", 1, 12)).groups()
+    assert int(calls) <= int(count) == 12
+    example = runpy.run_path(str(EXAMPLES / "speculative_decoding.py"))
+    large, other = random_model(), random_model(n_layers=1, init_std=1.0)
+    expected = example["plain"](large, [1, 2, 3], 20)
+    # A small model that is always right, and one that never knows.
+    for small, most in ((large, 6), (other, 20)):
+        text, calls = example["speculative"](large, small, [1, 2, 3], 20)
+        assert text == expected and calls <= most
 
 
 def test_gradients_of_every_sample(run):

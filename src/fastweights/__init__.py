@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fastweights.feature_maps import feature_map as feature_map
     from fastweights.feature_maps import list_feature_maps as list_feature_maps
     from fastweights.feature_maps import register_feature_map as register_feature_map
+    from fastweights.inference.prefixes import PrefixStore as PrefixStore
     from fastweights.inference.stream import Stream as Stream
     from fastweights.layers.fast_weight import FastWeightAttention as FastWeightAttention
     from fastweights.layers.relative import RelativeAttention as RelativeAttention
@@ -42,6 +43,7 @@ _HOMES = {
     "Gate": "ops.rules",
     "LanguageModel": "models.language_model",
     "LanguageModelConfig": "models.language_model",
+    "PrefixStore": "inference.prefixes",
     "RelativeAttention": "layers.relative",
     "SoftmaxAttention": "layers.softmax",
     "Stream": "inference.stream",

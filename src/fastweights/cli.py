@@ -38,6 +38,7 @@ COMMANDS = {
         "Check that fast training learns what plain training learns.",
     ),
     "bench stream": ("benchmarks.stream:run", "Time a stream of words after short and long texts."),
+    "bench states": ("benchmarks.states:run", "Measure streams whose state is kept in fewer bits."),
     "bench mt": ("benchmarks.translation:run", "Time translation models with linear and softmax attention."),
     "bench transformers": (
         "benchmarks.transformers:run",

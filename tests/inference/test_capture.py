@@ -135,7 +135,7 @@ def test_a_captured_stream_reads_as_an_eager_one(captures, name):
     assert len(captures) == 1 and stream.position == plain.position == 20 and stream.nbytes == plain.nbytes
     # What `fork` does: the copy stays as it is while the graph goes on.
     other = captured_stream(model)
-    other._state, other._hidden = stream._state.clone(), stream._hidden
+    other._past = stream.snapshot()
     ahead = [stream.feed([t]) for t in tokens[20:]]
     for token, expected in zip(tokens[20:], ahead, strict=True):
         torch.testing.assert_close(other.feed([token]), expected)

@@ -91,7 +91,7 @@ def test_saved_streams_of_other_models_are_refused(tmp_path):
     (tmp_path / "junk").write_bytes(b"junk")
     with pytest.raises(ValueError, match="not a safetensors file"):
         Stream.load(stream.model, tmp_path / "junk")
-    stream._state.save(tmp_path / "state")
+    stream.snapshot().state.save(tmp_path / "state")
     with pytest.raises(ValueError, match=r"not what Stream\.save writes"):
         Stream.load(stream.model, tmp_path / "state")
 
