@@ -53,9 +53,17 @@ PROBE = """<script>addEventListener("load", () => {
   $("task-write").click(); seen.live.after = views.task.task.writes; seen.live.spoken = $("live").textContent
   const unnamed = [...document.querySelectorAll("button, select, input, canvas[role], svg[role]")].filter(one =>
     !(one.getAttribute("aria-label") || one.textContent.trim() || one.closest("label"))).map(one => one.id)
-  const paper = getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)
+  const style = getComputedStyle(document.documentElement), variable = name => style.getPropertyValue(name).trim()
+  const colour = name => [1, 3, 5].map(i => parseInt(variable(name).slice(i, i + 2), 16))
+  const linear = part => part <= 10 ? part / 255 / 12.92 : ((part / 255 + .055) / 1.055) ** 2.4
+  const light = ([r, g, b]) => .2126 * linear(r) + .7152 * linear(g) + .0722 * linear(b)
+  const contrast = (one, other) => { const both = [light(one), light(other)].sort((a, b) => b - a)
+    return (both[0] + .05) / (both[1] + .05) }
+  const most = parseFloat(variable("--most")) / 100, paper = colour("--paper")
+  const shaded = ["--plus", "--minus"].map(name => colour(name).map((c, i) => most * c + (1 - most) * paper[i]))
+  const contrasts = [...shaded.map(one => contrast(one, colour("--ink"))), contrast(paper, colour("--soft"))]
   parent.postMessage({ page: new URLSearchParams(location.search).get("page"), width, seen, keys, unnamed, paper,
-    numbers: width > 1000 ? numbers : null, layer }, "*") })</script></body>"""
+    contrasts, numbers: width > 1000 ? numbers : null, layer }, "*") })</script></body>"""
 AROUND = """<!doctype html><style>:root { color-scheme: light dark }</style><body><script>
   const found = []; addEventListener("message", message => { found.push(message.data)
     document.title = JSON.stringify(found) })</script>"""
@@ -152,6 +160,7 @@ def test_the_sum_rule_fails_at_its_capacity_and_the_delta_rule_does_not(looks):
         assert live["after"] == 33 and live["spoken"].startswith("Write 33 overwrote key")
 
 
-def test_the_page_follows_the_scheme(looks):
+def test_the_page_follows_the_scheme_and_can_be_read(looks):
     for look in looks[1].values():
         assert min(look["paper"]) > 240 if looks[0] == "light" else max(look["paper"]) < 40
+        assert min(look["contrasts"]) >= 4.5, "of text on a fully shaded token, and of hints"

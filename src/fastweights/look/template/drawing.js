@@ -26,7 +26,8 @@ function pixels(canvas, numbers, width, height, largest) {
   if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height })
   const context = canvas.getContext("2d"), image = context.createImageData(width, height)
   for (let i = 0; i < numbers.length; i++) {
-    const share = largest > 0 ? Math.min(1, Math.abs(numbers[i]) / largest) ** .7 : 0, end = numbers[i] < 0 ? minus : plus
+    const share = largest > 0 ? Math.min(1, Math.abs(numbers[i]) / largest) ** .7 : 0
+    const end = numbers[i] < 0 ? minus : plus
     for (let c = 0; c < 3; c++) image.data[4 * i + c] = zero[c] + share * (end[c] - zero[c])
     image.data[4 * i + 3] = 255
   }
@@ -62,7 +63,8 @@ class Panel {
       ...row("v", "value", v), ...row("v̄", "retrieved: what the key finds", found),
       ...row("Δ", "correction: what is added under the key", change), ...row("y", "read: what the query finds", y))
     this.figure = element("figure", { class: `panel ${style}` },
-      element("figcaption", {}, element("strong", {}, title), element("span", { class: "about" }, about)), grid, this.note)
+      element("figcaption", {}, element("strong", {}, title), element("span", { class: "about" }, about)), grid,
+      this.note)
     parent.append(this.figure)
   }
 
@@ -73,7 +75,8 @@ class Panel {
     pixels(this.canvas.W, W, M, D, largest)
     for (const [name, x] of Object.entries({ v, found, change, y })) pixels(this.canvas[name], x, M, 1, values)
     this.canvas.W.setAttribute("aria-label", label)
-    this.canvas.W.style.aspectRatio = `${M} / ${Math.min(D, 2.5 * M)}`
+    // As high as it is, unless that is much higher than wide; but every row stays at least two pixels high.
+    this.canvas.W.style.aspectRatio = `1 / ${Math.min(D / M, Math.max(1.25, D / 180))}`
     this.note.textContent = note
   }
 }
@@ -83,21 +86,25 @@ function lines(svg, series, { mark = null, most = null, unit = "", from = 0, lim
   const width = Math.max(260, svg.clientWidth || 480), height = 190, left = 44, right = 10, top = 10, bottom = 26
   const count = Math.max(2, ...series.map(one => one.values.length))
   const high = most ?? (Math.max(...series.flatMap(one => [...one.values]).filter(Number.isFinite), 1e-9) * 1.08)
-  const x = t => left + t / (count - 1) * (width - left - right), y = value => height - bottom - value / high * (height - top - bottom)
+  const x = t => left + t / (count - 1) * (width - left - right)
+  const y = value => height - bottom - value / high * (height - top - bottom)
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`)
   const marks = []
-  const step = 10 ** Math.floor(Math.log10(high)), each = [.1, .2, .25, .5, 1, 2, 5].map(n => n * step).find(n => high / n <= 4.5)
+  const step = 10 ** Math.floor(Math.log10(high))
+  const each = [.1, .2, .25, .5, 1, 2, 5].map(n => n * step).find(n => high / n <= 4.5)
   for (let value = 0; value <= high * 1.0001; value += each) {
     marks.push(element("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }),
       element("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, `${+value.toPrecision(3)}${unit}`))
   }
   for (const t of [0, Math.round((count - 1) / 2), count - 1]) marks.push(element("text", {
     x: x(t), y: height - 7, "text-anchor": t === 0 ? "start" : t === count - 1 ? "end" : "middle" }, String(t + from)))
-  if (limit !== null) marks.push(element("line", { class: "limit", x1: x(limit.at), x2: x(limit.at), y1: top, y2: height - bottom }),
+  if (limit !== null) marks.push(
+    element("line", { class: "limit", x1: x(limit.at), x2: x(limit.at), y1: top, y2: height - bottom }),
     element("text", { x: x(limit.at) + (limit.at > count / 2 ? -5 : 5), y: top + 10,
       "text-anchor": limit.at > count / 2 ? "end" : "start" }, limit.name))
   for (const { style, values } of series) {
-    const points = [...values].map((value, t) => `${t ? "L" : "M"}${x(t).toFixed(1)} ${y(Math.min(value, high)).toFixed(1)}`)
+    const points = [...values].map((value, t) =>
+      `${t ? "L" : "M"}${x(t).toFixed(1)} ${y(Math.min(value, high)).toFixed(1)}`)
     marks.push(element("path", { class: `line ${style}`, d: points.join("") }))
   }
   if (mark !== null) {

@@ -8,6 +8,8 @@ const cosine = (x, y) => { const size = norm(x) * norm(y); return size > 0 ? dot
 // What an empty memory returns is 0, as in the library.
 const TINY = Math.sqrt(1.1754943508222875e-38)
 const divide = (x, by) => Math.abs(by) < TINY ? 0 : x / by
+// What a decay keeps of row i: there may be none, one for all rows, or one for each.
+const keep = (a, i) => a === null ? 1 : typeof a === "number" ? a : a[i]
 
 class Memory {
   constructor(D, M, attention = false) {
@@ -25,9 +27,8 @@ class Memory {
   write(k, v, { a = null, e = null, w = null }) {
     const { D, M, W, z } = this
     if (a !== null) for (let i = 0; i < D; i++) {
-      const keep = typeof a === "number" ? a : a[i]
-      for (let j = 0; j < M; j++) W[i * M + j] *= keep
-      if (z) z[i] *= keep
+      for (let j = 0; j < M; j++) W[i * M + j] *= keep(a, i)
+      if (z) z[i] *= keep(a, i)
     }
     const found = this.read(k), change = new Float64Array(M)
     for (let j = 0; j < M; j++) change[j] = (w === null ? v[j] : w * v[j]) - (e === null ? 0 : e * found[j])
@@ -48,16 +49,16 @@ class Replay {
 
   rewind() { this.memory = new Memory(this.steps.D, this.steps.M, this.steps.attention); this.t = -1 }
 
-  next(t, keep) {
+  next(t, first) {
     const { steps, memory } = this, { k, v, q } = steps.get(t)
     let recalled = 1
     if (memory.z) {
       const { a = null } = steps.at(t)
-      recalled = dot(k, a === null ? memory.z : memory.z.map((z, i) => z * (typeof a === "number" ? a : a[i])))
+      recalled = dot(k, memory.z.map((z, i) => z * keep(a, i)))
     }
     const { found, change } = memory.write(k, v, steps.at(t))
     this.t = t
-    if (!keep) return
+    if (!first) return
     this.found.push(found); this.change.push(change); this.y.push(memory.read(q)); this.norms.push(norm(memory.W))
     this.divisors.push({ recalled, total: memory.z ? dot(q, memory.z) : 1 })
     for (const x of memory.W) this.largest = Math.max(this.largest, Math.abs(x))
@@ -77,8 +78,8 @@ class Replay {
     for (let s = t; s >= 0; s--) {
       const { k } = steps.get(s), { a = null, e = null, w = null } = steps.at(s), hit = dot(g, k)
       weights[s] = divide(w === null ? hit : w * hit, total)
-      const erase = e === null ? 0 : memoryErase(e, steps.attention, this.divisors[s].recalled)
-      for (let i = 0; i < g.length; i++) g[i] = (a === null ? 1 : typeof a === "number" ? a : a[i]) * (g[i] - erase * hit * k[i])
+      const erase = e === null ? 0 : steps.attention ? divide(e, this.divisors[s].recalled) : e
+      for (let i = 0; i < g.length; i++) g[i] = keep(a, i) * (g[i] - erase * hit * k[i])
     }
     return weights
   }
@@ -89,8 +90,6 @@ class Replay {
     return this.weights(t).map((weight, s) => s > t || !(size > 0) ? 0 : weight * dot(this.steps.get(s).v, y) / size)
   }
 }
-
-const memoryErase = (e, attention, recalled) => attention ? divide(e, recalled) : e
 
 // Arrays of the page: whole numbers of 16 bits with a scale for each head, or float32.
 const bytes = text => Uint8Array.from(atob(text), letter => letter.charCodeAt(0)).buffer
@@ -115,12 +114,12 @@ function headSteps(data, decoded, h, rule) {
   const recorded = t => ({ a: fade(t), e: number("e", t), w: number("w", t) })
   const at = {
     model: recorded,
-    sum: () => ({}),
+    sum: () => ({ a: null, e: null, w: null }),
     // With the model's own strength where it removes; one that was not trained to remove may have keys of any length.
     delta: t => {
       const { e, w } = recorded(t), strength = w === null ? 1 : w, k = vector("k", D, t), square = dot(k, k)
       const beta = e !== null || square <= 1 || attention ? strength : strength / square
-      return { e: beta, w: beta }
+      return { a: null, e: beta, w: beta }
     },
   }[rule]
   return { T, D, M, H, attention, get, at }

@@ -16,9 +16,11 @@ class ModelView {
     const cost = data.perplexity === null ? "" : `, perplexity ${data.perplexity}`
     $("about").textContent = `Rule ${rule}, feature map ${data.map}, normalisation ${data.normalization}; ${size}. ` +
       `It reads ${this.T} tokens${cost}.`
-    $("update").textContent = `Rule ${rule}: ${data.update.replace("<-", "←").replace(/v_bar/g, "v̄").replace(/\bbeta\b/g, "β")}`
-    for (const block of data.blocks) $("layer").append(element("option", { value: block.layer }, `${block.layer} of ${data.layers}`))
-    for (let h = 1; h <= data.H; h++) $("head").append(element("option", { value: h }, `${h} of ${data.H}`))
+    const update = data.update.replace("<-", "←").replace(/v_bar/g, "v̄").replace(/\bbeta\b/g, "β")
+    $("update").textContent = `Rule ${rule}: ${update}`
+    const choice = (id, n, most) => $(id).append(element("option", { value: n }, `${n} of ${most}`))
+    for (const { layer } of data.blocks) choice("layer", layer, data.layers)
+    for (let h = 1; h <= data.H; h++) choice("head", h, data.H)
     $("layer").value = data.start[0]; $("head").value = data.start[1]
     $("time").max = this.T - 1
     this.tokens = data.tokens.map((token, t) => {
@@ -29,7 +31,9 @@ class ModelView {
       made.addEventListener("click", () => { this.clock.stop(); this.go(t, true); made.focus() })
       return made
     })
-    data.tokens.forEach((token, t) => { $("tokens").append(this.tokens[t], ...(token.endsWith("\n") ? [element("br")] : [])) })
+    data.tokens.forEach((token, t) => {
+      $("tokens").append(this.tokens[t], ...(token.endsWith("\n") ? [element("br")] : []))
+    })
     $("tokens").addEventListener("pointerleave", () => this.hover(null))
     $("tokens").addEventListener("focusin", event => {
       const t = this.tokens.indexOf(event.target)
@@ -42,13 +46,14 @@ class ModelView {
       delta: ["delta", "same keys: replaces, nothing fades"],
     }
     this.panels = this.rules.map(name => new Panel($("memories"), ...names[name], name))
-    $("layer").addEventListener("change", () => this.choose()); $("head").addEventListener("change", () => this.choose())
-    $("time").addEventListener("input", () => { this.clock.stop(); this.go(+$("time").value, true) })
+    for (const id of ["layer", "head"]) $(id).addEventListener("change", () => this.choose())
+    const jump = t => { this.clock.stop(); this.go(t, true) }
+    $("time").addEventListener("input", () => jump(+$("time").value))
     const buttons = { first: () => 0, back: () => this.t - 1, forward: () => this.t + 1, last: () => this.T - 1 }
-    for (const [id, when] of Object.entries(buttons)) $(id).addEventListener("click", () => { this.clock.stop(); this.go(when(), true) })
+    for (const [id, when] of Object.entries(buttons)) $(id).addEventListener("click", () => jump(when()))
     $("play").addEventListener("click", () => this.play())
-    $("panel-model").addEventListener("keydown", event => this.key(event))
-    for (const id of ["norms", "gates"]) $(id).addEventListener("pointerdown", event => { this.clock.stop(); this.go($(id).when(event), true) })
+    document.addEventListener("keydown", event => this.key(event))
+    for (const id of ["norms", "gates"]) $(id).addEventListener("pointerdown", event => jump($(id).when(event)))
     legend($("norms-legend"), this.rules.map(name => [name, name === "model" ? rule : name]))
   }
 
@@ -58,10 +63,12 @@ class ModelView {
   }
 
   key(event) {
-    const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -10, ArrowDown: 10, Home: -this.T, End: this.T }
+    const step = { ArrowLeft: -1, ArrowRight: 1 }, leap = { ArrowUp: -10, ArrowDown: 10, Home: -this.T, End: this.T }
     const onToken = event.target.classList.contains("token"), inField = event.target.matches("select, input, button, a")
-    if (event.altKey || event.ctrlKey || event.metaKey || inField) return
-    if (event.key === " ") { event.preventDefault(); this.play(); return }
+    if ($("panel-model").hidden || event.altKey || event.ctrlKey || event.metaKey || inField) return
+    // Elsewhere on the page these keys scroll.
+    if (onToken && event.key === " ") { event.preventDefault(); this.play(); return }
+    const moves = onToken ? { ...step, ...leap } : step
     if (!(event.key in moves)) return
     event.preventDefault()
     this.clock.stop()
@@ -77,10 +84,13 @@ class ModelView {
     const layer = +$("layer").value, h = +$("head").value - 1
     this.replays = this.rules.map(name => this.replay(layer, h + 1, name))
     const steps = this.replays[0].steps, at = [...Array(this.T).keys()].map(t => steps.at(t))
-    const mean = a => a === null || a === undefined ? null : typeof a === "number" ? a : a.reduce((x, y) => x + y, 0) / a.length
-    this.gates = [["w", this.data.tied || !at[0].e ? "β, strength of the write" : "w, strength of the write"],
-      ["e", "e, strength of the removal"], ["a", at[0].a && at[0].a.length ? "decay, mean over key channels" : "decay, what is kept"]]
-      .filter(([name]) => at[0][name] !== null && at[0][name] !== undefined && !(name === "e" && this.data.tied))
+    const mean = a => typeof a === "number" ? a : a.reduce((x, y) => x + y, 0) / a.length
+    const names = {
+      w: this.data.tied || at[0].e === null ? "β, strength of the write" : "w, strength of the write",
+      e: "e, strength of the removal",
+      a: at[0].a?.length ? "decay, mean over key channels" : "decay, what is kept",
+    }
+    this.gates = Object.entries(names).filter(([name]) => at[0][name] !== null && !(name === "e" && this.data.tied))
       .map(([name, words]) => ({ name: words, style: `gate-${name}`, values: at.map(one => mean(one[name])) }))
     $("gates-figure").hidden = !this.gates.length
     legend($("gates-legend"), this.gates.map(one => [one.style, one.name]))
@@ -112,7 +122,8 @@ class ModelView {
 
   sources(t) {
     const shares = this.replays[0].shares(t)
-    return [...shares].map((share, s) => ({ s, share })).slice(0, t + 1).sort((a, b) => Math.abs(b.share) - Math.abs(a.share))
+    return [...shares].map((share, s) => ({ s, share })).slice(0, t + 1)
+      .sort((a, b) => Math.abs(b.share) - Math.abs(a.share))
   }
 
   summary() {
@@ -123,15 +134,19 @@ class ModelView {
   draw() {
     const { t, data } = this
     this.replays.forEach((replay, i) => {
-      const { W } = replay.state(t), { k, q, v } = replay.steps.get(t), found = replay.found[t], change = replay.change[t]
-      const fits = cosine(found, v), size = replay.norms[t]
-      this.panels[i].draw({ k, q, v, found, change, y: replay.y[t], W, D: data.D, M: data.M, largest: replay.largest },
-        `Fast weights by the rule ${this.rules[i]} after token ${t + 1}: norm ${short(size)}; ` +
-        `the key found a value of cosine ${short(fits)} with the new one, the correction has length ${short(norm(change))}`,
-        `‖W‖ ${short(size)} · colours to ±${short(replay.largest)} · cos(v̄, v) ${short(fits)} · ‖Δ‖ ${short(norm(change))}`)
+      const { largest, found: { [t]: found }, change: { [t]: change }, y: { [t]: y } } = replay
+      const { W } = replay.state(t), { k, q, v } = replay.steps.get(t), { D, M } = data
+      const rule = i ? this.rules[i] : data.rule
+      const [size, fits, length] = [replay.norms[t], cosine(found, v), norm(change)].map(short)
+      this.panels[i].draw({ k, q, v, found, change, y, W, D, M, largest },
+        `Fast weights by the rule ${rule} after token ${t + 1}: norm ${size}; the key found a value of cosine ${fits} ` +
+        `with the new one, the correction has length ${length}`,
+        `‖W‖ ${size} · colours to ±${short(largest)} · cos(v̄, v) ${fits} · ‖Δ‖ ${length}`)
     })
-    lines($("norms"), this.replays.map((replay, i) => ({ style: this.rules[i], values: replay.norms })), { mark: t, from: 1 })
-    if (this.gates.length) lines($("gates"), this.gates, { mark: t, from: 1, most: Math.max(1, ...this.gates.flatMap(one => one.values)) })
+    const norms = this.replays.map((replay, i) => ({ style: this.rules[i], values: replay.norms }))
+    lines($("norms"), norms, { mark: t, from: 1 })
+    const most = Math.max(1, ...this.gates.flatMap(one => one.values))
+    if (this.gates.length) lines($("gates"), this.gates, { mark: t, from: 1, most })
     this.facts()
     this.shade()
   }
@@ -165,8 +180,8 @@ class ModelView {
     $("sources").replaceChildren(...top.map(({ s, share }) => element("tr", {},
       element("td", {}, String(s + 1)), element("th", { scope: "row" }, this.name(s)),
       element("td", { class: "number" }, percent(share)),
-      element("td", { class: "bar", "aria-hidden": "true" },
-        element("span", { class: share < 0 ? "minus" : "plus", style: `width: ${(100 * Math.abs(share) / widest).toFixed(1)}%` })))))
+      element("td", { class: "bar", "aria-hidden": "true" }, element("span", {
+        class: share < 0 ? "minus" : "plus", style: `width: ${(100 * Math.abs(share) / widest).toFixed(1)}%` })))))
     const rest = this.sources(t).slice(6).reduce((sum, one) => sum + one.share, 0)
     $("sources-rest").textContent = t < 6 ? "All writes so far." : `The other ${t - 5} writes: ${percent(rest)}.`
   }

@@ -9,7 +9,10 @@ function randomNumbers(seed) {
     return ((x ^ x >>> 14) >>> 0) / 4294967296
   }
   const normal = () => Math.sqrt(-2 * Math.log(1 - uniform())) * Math.cos(2 * Math.PI * uniform())
-  const direction = d => { const x = Float64Array.from({ length: d }, normal), size = norm(x); return x.map(one => one / size) }
+  const direction = d => {
+    const x = Float64Array.from({ length: d }, normal), size = norm(x)
+    return x.map(one => one / size)
+  }
   return { uniform, direction }
 }
 
@@ -61,9 +64,10 @@ class TaskView {
   constructor() {
     this.seed = 1
     this.clock = new Clock($("task-play"), () => { this.task.write(); this.draw(); return this.task.writes < 400 }, 220)
+    const strip = () => element("canvas", { class: "strip", "aria-hidden": "true" })
     this.canvas = Object.fromEntries(["sum", "delta"].map(rule => {
-      const W = element("canvas", { class: "strip W", role: "img" }), answer = element("canvas", { class: "strip", "aria-hidden": "true" })
-      const wanted = element("canvas", { class: "strip", "aria-hidden": "true" }), note = element("p", { class: "note" })
+      const W = element("canvas", { class: "strip W", role: "img" }), answer = strip(), wanted = strip()
+      const note = element("p", { class: "note" })
       const grid = element("div", { class: "matrix plain" }, element("span", { class: "row" }, "W"), W,
         element("span", { class: "row", title: "the value written last" }, "v"), wanted,
         element("span", { class: "row", title: "what its key reads now" }, "v̄"), answer)
@@ -72,9 +76,11 @@ class TaskView {
         element("figcaption", {}, element("strong", {}, rule), element("span", { class: "about" }, about)), grid, note))
       return [rule, { W, answer, wanted, note }]
     }))
-    $("task-d").addEventListener("change", () => this.reset(true)); $("task-S").addEventListener("input", () => this.reset())
+    $("task-d").addEventListener("change", () => this.reset(true))
+    $("task-S").addEventListener("input", () => this.reset())
+    const fill = () => { while (this.task.values.length < this.task.S) this.task.write() }
     $("task-write").addEventListener("click", () => this.step(() => this.task.write()))
-    $("task-all").addEventListener("click", () => this.step(() => { while (this.task.values.length < this.task.S) this.task.write() }))
+    $("task-all").addEventListener("click", () => this.step(fill))
     $("task-play").addEventListener("click", () => this.clock.toggle())
     $("task-reset").addEventListener("click", () => { this.seed++; this.reset() })
     legend($("task-legend"), [["sum", "sum"], ["delta", "delta"]])
@@ -107,14 +113,16 @@ class TaskView {
       const top = Math.max(...values.map(x => x.reduce((most, one) => Math.max(most, Math.abs(one)), 0)))
       pixels(wanted, values[0], d, 1, top); pixels(answer, values[1], d, 1, top)
       const mean = task.history[rule][task.writes]
-      note.textContent = `mean error ${short(mean)}` + (last ? ` · of the last write ${short(task.error(rule, last.i))}` : "")
-      W.setAttribute("aria-label", `Fast weights by the ${rule} rule after ${task.writes} writes, mean error ${short(mean)}`)
+      const latest = last ? ` · of the last write ${short(task.error(rule, last.i))}` : ""
+      note.textContent = `mean error ${short(mean)}${latest}`
+      W.setAttribute("aria-label", `Fast weights by the ${rule} rule after ${task.writes} writes, ${note.textContent}`)
     }
     this.tell()
     this.bars()
     const high = Math.min(3, Math.max(1, ...task.history.sum, ...task.history.delta)) * 1.05
     const limit = task.writes > task.S ? { at: task.S, name: "overwriting begins" } : null
-    lines($("task-history"), ["sum", "delta"].map(rule => ({ style: rule, values: task.history[rule] })), { mark: task.writes, most: high, limit })
+    const series = ["sum", "delta"].map(rule => ({ style: rule, values: task.history[rule] }))
+    lines($("task-history"), series, { mark: task.writes, most: high, limit })
   }
 
   // What happened last, in one sentence.
@@ -129,18 +137,22 @@ class TaskView {
 
   // The error of every key, by both rules.
   bars() {
-    const { task } = this, svg = $("task-bars"), width = Math.max(260, svg.clientWidth || 480), height = 150, left = 34, base = 128
-    const errors = { sum: task.errors("sum"), delta: task.errors("delta") }, high = 2
-    const each = (width - left - 6) / task.S, y = value => base - Math.min(high, value) / high * (base - 10), marks = []
-    for (const value of [0, 1, 2]) marks.push(element("line", { class: "grid", x1: left, x2: width - 6, y1: y(value), y2: y(value) }),
+    const { task } = this, svg = $("task-bars"), width = Math.max(260, svg.clientWidth || 480), height = 150
+    const left = 34, right = width - 6, base = 128, high = 2, marks = []
+    const errors = { sum: task.errors("sum"), delta: task.errors("delta") }
+    const each = (right - left) / task.S, y = value => base - Math.min(high, value) / high * (base - 10)
+    for (const value of [0, 1, 2]) marks.push(
+      element("line", { class: "grid", x1: left, x2: right, y1: y(value), y2: y(value) }),
       element("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, value === 2 ? "≥ 2" : String(value)))
     for (let i = 0; i < task.values.length; i++) ["sum", "delta"].forEach((rule, n) => {
       const thick = Math.max(1, each * .36), value = errors[rule][i]
-      marks.push(element("rect", { class: `fill ${rule}`, x: (left + each * i + each * .12 + n * thick).toFixed(1), width: thick.toFixed(1),
-        y: Math.min(y(value), base - 1).toFixed(1), height: Math.max(1, base - y(value)).toFixed(1) },
+      const x = (left + each * i + each * .12 + n * thick).toFixed(1), top = Math.min(y(value), base - 1)
+      marks.push(element("rect",
+        { class: `fill ${rule}`, x, y: top.toFixed(1), width: thick.toFixed(1), height: (base - top).toFixed(1) },
         element("title", {}, `key ${i + 1}, ${rule}: error ${short(value)}`)))
     })
-    marks.push(element("text", { x: left, y: height - 4 }, "key 1"), element("text", { x: width - 6, y: height - 4, "text-anchor": "end" }, `key ${task.S}`))
+    marks.push(element("text", { x: left, y: height - 4 }, "key 1"),
+      element("text", { x: right, y: height - 4, "text-anchor": "end" }, `key ${task.S}`))
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`)
     svg.setAttribute("aria-label", `Error of every key. Largest of the sum rule ${short(Math.max(0, ...errors.sum))}, ` +
       `of the delta rule ${short(Math.max(0, ...errors.delta))}.`)
