@@ -7,7 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fastweights.benchmarks import lm, lm_agreement, memory, retrieval, translation
+import fastweights as fw
+from fastweights.benchmarks import lm, lm_agreement, memory, memory_rivals, retrieval, translation
 from fastweights.cli import app
 from fastweights.data.registry import CORPORA
 from fastweights.data.synthetic import training_batches
@@ -28,10 +29,14 @@ def record_of(tmp_path, name, *options):
 
 def test_memory_writes_what_it_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "SHAPES", [(1, 8, 1, 4)])
-    monkeypatch.setattr(memory, "GROWTH", [])
-    rows = record_of(tmp_path, "memory")["rows"]
-    assert [row["rival"] for row in rows] == list(memory.RIVALS)
-    assert all(row["forward_backward"] > 0 for row in rows)
+    monkeypatch.setattr(memory, "GEMM_SIDES", (16,))
+    monkeypatch.setattr(memory, "TURN_S", 0.0)
+    gemm, *rows = record_of(tmp_path, "memory")["rows"]
+    assert set(gemm["flops_per_s"]) == {"float32", "bfloat16"}
+    assert [row["rival"] for row in rows] == list(memory_rivals.RIVALS)
+    for row in rows:
+        missing = memory_rivals.RIVALS[row["rival"]].missing()
+        assert row["failure"].endswith(", ".join(missing)) if missing else row["forward_over_cpu"] > 0
 
 
 def test_retrieval_writes_what_it_measured(tmp_path, monkeypatch):
@@ -80,11 +85,16 @@ def test_a_long_target_is_decoded_piece_by_piece(attention, monkeypatch):
             torch.testing.assert_close(b.tensors()[name], tensor)
 
 
-def test_the_memory_rivals_compute_the_same():
-    q, k, v, beta = (torch.rand(2, 20, 2, 4, dtype=torch.float64) for _ in range(4))
-    outputs = [rival(q, k / k.sum(-1, keepdim=True), v, beta[..., 0]) for rival in memory.RIVALS.values()]
-    for other in outputs[1:]:
-        torch.testing.assert_close(other, outputs[0])
+@pytest.mark.parametrize("name", [name for name, rival in memory_rivals.RIVALS.items() if rival.same])
+def test_the_memory_rivals_compute_the_same(name):
+    rival = memory_rivals.RIVALS[name]
+    if missing := rival.missing():
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    problem = memory_rivals.problem((2, 70, 3, 8), rival)
+    wide = [x.double() for x in problem]
+    expected, _ = fw.fast_weight_memory(*wide[:3], rule="gated_delta", beta=wide[3], decay=wide[4], backend="reference")
+    found = rival.make(problem, 1)(*problem)
+    assert (found - expected).norm() < (1e-2 if rival.dtype is torch.bfloat16 else 1e-5) * expected.norm()
 
 
 @pytest.mark.parametrize(("setting", "model"), [(1, "dpfp-2"), (1, "linear"), (2, "dpfp-1-delta"), (2, "schlag2021")])

@@ -29,7 +29,7 @@ COMMANDS = {
     "export run": ("commands.export.run:export_run", "Write it without what only training needs, with a card."),
     "reproduce": ("commands.reproduce:reproduce", "Train the models behind the paper's figures and tables."),
     "report": ("commands.reproduce:report", "Draw the plots and the page from the results that there are."),
-    "bench memory": ("benchmarks.memory:run", "Compare the backends on the CPU: time and peak memory."),
+    "bench memory": ("benchmarks.memory:run", "Compare the memory on the CPU with other libraries and with GEMM."),
     "bench kernels": ("benchmarks.kernels.command:run", "Check the GPU kernels and time them beside their rivals."),
     "bench retrieval": ("benchmarks.retrieval:run", "Time the exact shortcuts of the retrieval experiments."),
     "bench lm": ("benchmarks.lm:run", "Time the training of language models, plain and fast."),

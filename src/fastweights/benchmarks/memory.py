@@ -1,100 +1,145 @@
-"""`fastweights bench memory`: the chunked backend, the reference loop and the quadratic form, on the CPU.
+"""`fastweights bench memory`: the gated delta rule on the CPU, beside what else computes it and the machine's own rate.
 
-Each measurement runs in a process of its own, so that its peak memory is its own.
+The rivals of a shape take turns, so that a busy moment of the machine is everybody's.
 """
 
 from __future__ import annotations
 
-import resource
+import ctypes
+import gc
+import re
+import statistics
 import sys
+import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
-import fastweights as fw
-from fastweights.benchmarks.kernels.rivals import delta_rule
+from fastweights.benchmarks.memory_rivals import RIVALS, SEED, Shape, steps
 from fastweights.benchmarks.record import Out, Record, Repeats
-from fastweights.benchmarks.timing import median_seconds
+from fastweights.benchmarks.timing import failure_noted
 from fastweights.commands.options import AsJson
 
-Run = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-SHAPES = [(8, 256, 8, 16), (4, 1024, 8, 64), (1, 8192, 8, 64)]  # B, T, H, D = M
-GROWTH = [(1, T, 8, 64) for T in (1024, 2048, 4096, 8192)]
-SEED = 0
-
-
-def quadratic(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """Compute the delta rule over the whole sequence at once: one triangular system of T x T for each head."""
-    q, k, v, beta = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), beta.transpose(1, 2).unsqueeze(-1)
-    system = (beta * (k @ k.mT)).tril(-1)
-    u = torch.linalg.solve_triangular(system, beta * v, upper=False, unitriangular=True)
-    y: Tensor = (q @ k.mT).tril() @ u
-    return y.transpose(1, 2)
+SHAPES: list[Shape] = [(8, 256, 8, 16), (4, 512, 8, 32), (4, 1024, 8, 64), (1, 8192, 8, 64), (1, 2048, 16, 128)]
+# The sides of the square matrices whose product gives the machine's rate: the best of them counts.
+GEMM_SIDES = (512, 1024, 2048)
+# How long a turn is, in which a short call is repeated, and after how much time a slow one gets no further turn.
+TURN_S, ENOUGH_S = 0.1, 2.0
 
 
-RIVALS: dict[str, Run] = {
-    **{name: partial(delta_rule, name) for name in ("cpu", "chunked", "reference")},
-    "quadratic": quadratic,
-}
-
-
-def peak_bytes() -> int:
-    """Return the most memory this process has had."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def measure(rival: str, shape: tuple[int, int, int, int], repeats: int, threads: int) -> dict[str, Any]:
-    """Return the median seconds of forward and of forward + backward, and the bytes on top of the inputs."""
-    torch.set_num_threads(threads)
-    torch.manual_seed(SEED)
+def own_flops(shape: Shape, backward: bool) -> int:
+    """Count the operations of the recurrence as it is written, step by step; with gradients, three times as many."""
     B, T, H, D = shape
-    q, k, v = (torch.rand(B, T, H, D) for _ in range(3))
-    inputs = [fw.sum_normalize(q), fw.sum_normalize(k), v - 0.5, torch.rand(B, T, H)]
-    run = RIVALS[rival]
-
-    def forward() -> None:
-        with torch.no_grad():
-            run(*inputs)
-
-    def both() -> None:
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        torch.autograd.grad(run(*leaves).sum(), leaves)
-
-    before = peak_bytes()
-    steps = {"forward": forward, "forward_backward": both}
-    seconds = {name: median_seconds(step, repeats) for name, step in steps.items()}
-    return {"rival": rival, "shape": list(shape), **seconds, "peak_bytes": peak_bytes() - before}
+    return 6 * B * T * H * D * D * (3 if backward else 1)
 
 
-def run(out: Out = None, repeats: Repeats = 5, as_json: AsJson = False) -> None:
-    """Compare the backends with each other and with the quadratic form on the CPU: time and peak memory."""
+def gemm_rates(repeats: int) -> dict[str, float]:
+    """Measure the operations per second of products of large matrices, by type."""
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        best = 0.0
+        for side in GEMM_SIDES:
+            x = torch.rand(side, side).to(dtype)
+            seconds = (statistics.median(_turn(partial(torch.matmul, x, x))) for _ in range(repeats))
+            best = max(best, 2 * side**3 / statistics.median(seconds))
+        rates[str(dtype).removeprefix("torch.")] = best
+    return rates
+
+
+def peak_bytes(step: Callable[[], object]) -> int | None:
+    """Return the most memory that a call needs on top of what there is; None where the system does not say."""
+    if sys.platform != "linux":
+        return None
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is used now
+    before = _status("VmRSS")
+    step()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def measure(shape: Shape, repeats: int, threads: int) -> list[dict[str, Any]]:
+    """Return a row for each rival: seconds of forward and of forward + backward, and bytes on top of the inputs."""
+    rows: list[dict[str, Any]] = []
+    timed: list[tuple[dict[str, Any], str, Callable[[], object], list[float]]] = []
+    for name, rival in RIVALS.items():
+        if shape[1] > rival.longest:
+            continue
+        row: dict[str, Any] = {"rival": name, "shape": list(shape)}
+        if missing := rival.missing():
+            row["failure"] = f"not installed: {', '.join(missing)}"
+        else:
+            with failure_noted(row):
+                for what, step in steps(rival, shape, threads).items():
+                    row["peak_bytes"] = peak_bytes(step)
+                    timed.append((row, what, step, []))
+        rows.append(row)
+    for _ in range(repeats):
+        for _, _, step, medians in timed:
+            if sum(medians) < ENOUGH_S:
+                medians.append(statistics.median(_turn(step)))
+    for row, what, _, medians in timed:
+        row[what] = statistics.median(medians)
+    return rows
+
+
+def _turn(step: Callable[[], object]) -> list[float]:
+    """Return the seconds of each call in one turn, without the first where there are several: it has cold caches."""
+    times: list[float] = []
+    until = time.perf_counter() + TURN_S
+    while not times or time.perf_counter() < until:
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return times[1:] or times
+
+
+def run(out: Out = None, repeats: Repeats = 3, as_json: AsJson = False) -> None:
+    """Compare the memory on the CPU with other libraries, in time and peak memory, and with the machine's own rate."""
     record, threads = Record("memory", "cpu", SEED, out, as_json), torch.get_num_threads()
-    cases = [(rival, shape) for shape in SHAPES for rival in RIVALS] + [("chunked", shape) for shape in GROWTH]
-    for rival, shape in cases:
-        record.console.print(f"measuring {rival} at B, T, H, D = {shape}", style="dim")
-        # The slow ones are slow enough to be timed well by fewer runs.
-        few = repeats if rival == "chunked" else min(repeats, 2)
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            record.add(pool.submit(measure, rival, shape, few, threads).result())
-    columns = ("B, T, H, D", "", "forward ms", "fwd + bwd ms", "peak MiB", "fwd + bwd over chunked")
-    table = Table(*columns, title="delta rule, float32")
-    ours = {tuple(row["shape"]): row["forward_backward"] for row in record.rows if row["rival"] == "chunked"}
+    rates = gemm_rates(repeats)
+    record.add({"rival": "gemm", "flops_per_s": rates})
+    for shape in SHAPES:
+        record.console.print(f"measuring B, T, H, D = {shape}", style="dim")
+        rows = measure(shape, repeats, threads)
+        ours = rows[0]
+        for row in rows:
+            for what in ("forward", "forward_backward"):
+                if what in row and what in ours:
+                    row[f"{what}_over_cpu"] = row[what] / ours[what]
+                    row[f"{what}_share_of_gemm"] = own_flops(shape, what != "forward") / row[what] / rates["float32"]
+        record.add(*rows)
+    columns = ("B, T, H, D", "", "forward ms", "over cpu", "both ms", "over cpu", "of GEMM", "MiB")
+    table = Table(*columns, title=f"gated delta rule, {threads} threads; both: forward + backward")
     for row in record.rows:
-        row["ratio_to_chunked"] = row["forward_backward"] / ours[tuple(row["shape"])]
-        table.add_row(
-            str(tuple(row["shape"])),
-            row["rival"],
-            f"{1e3 * row['forward']:.1f}",
-            f"{1e3 * row['forward_backward']:.1f}",
-            f"{row['peak_bytes'] / 2**20:.0f}",
-            f"{row['ratio_to_chunked']:.1f}",
-        )
-    record.finish(table)
+        if "forward" in row:
+            table.add_row(
+                str(tuple(row["shape"])),
+                row["rival"],
+                *(text for what in ("forward", "forward_backward") for text in _cells(row, what)),
+                _percent(row.get("forward_backward_share_of_gemm")),
+                "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}",
+            )
+    failures = sorted({f"{row['rival']}: {row['failure']}" for row in record.rows if "failure" in row})
+    billions = ", ".join(f"{dtype} {rate / 1e9:.0f}" for dtype, rate in rates.items())
+    record.finish(table, f"GEMM, billions of operations per second: {billions}", *failures)
+
+
+def _cells(row: dict[str, Any], what: str) -> tuple[str, str]:
+    if what not in row:
+        return "", ""
+    return f"{1e3 * row[what]:.2f}", f"{row[f'{what}_over_cpu']:.2f}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"
