@@ -1,7 +1,6 @@
 // Drawing: colours that follow the page's scheme, matrices as pixels, lines and bars as SVG.
 
 const $ = id => document.getElementById(id)
-const still = matchMedia("(prefers-reduced-motion: reduce)")
 const dark = matchMedia("(prefers-color-scheme: dark)")
 
 function element(name, attributes = {}, ...children) {

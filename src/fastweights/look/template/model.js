@@ -77,7 +77,10 @@ class ModelView {
   }
 
   // A token in words, for labels.
-  name(t) { return this.data.tokens[t].replace(/\n/g, " end of line").trim() || "space" }
+  name(t) {
+    const token = this.data.tokens[t]
+    return token === "" ? "part of a character" : token.replace(/\n/g, " end of line").trim() || "space"
+  }
 
   // Replay the chosen head under each rule.
   choose() {
