@@ -276,14 +276,14 @@ class Backend:
         description: one line for people.
         prepare: answers a description of a call with what runs such calls, or with a refusal and its reason.
         unavailable: says why this machine cannot run it; None where it can.
-        single_tokens: whether "auto" may take it for calls of one token, where there is little to set up for.
+        single_tokens: whether "auto" may take it for a call of one token, where there is little to set up for.
     """
 
     name: str
     description: str
     prepare: Prepare
     unavailable: Callable[[], str | None] = _always
-    single_tokens: bool = True
+    single_tokens: Callable[[Spec], bool] = lambda spec: True
 
 
 def mapping_first(prepare: Prepare) -> Prepare:

@@ -67,7 +67,7 @@ def choose(spec: Spec, name: str = "auto") -> tuple[Backend, Executable]:
         return backend, answer
     for backend in BACKENDS.values():
         # One step is one step: a kernel takes it in one launch, and next to that the loop has the least to set up.
-        if spec.T > 1 or backend.single_tokens:
+        if spec.T > 1 or backend.single_tokens(spec):
             answer = _ask(backend, spec)
             if not isinstance(answer, Refusal):
                 return backend, answer

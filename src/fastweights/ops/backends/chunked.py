@@ -18,5 +18,5 @@ BACKEND = Backend(
     name="chunked",
     description="matrix products in chunks of time, plain PyTorch: rules of the family, any device, O(T/C) states kept",
     prepare=mapping_first(expanding_first(prepare)),
-    single_tokens=False,
+    single_tokens=lambda spec: False,
 )

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from fastweights.ops import family
 from fastweights.ops.causality import Tokens
+from fastweights.ops.cpu import step
 from fastweights.ops.cpu.build import failure, library, unavailable
 from fastweights.ops.cpu.views import View, checked_bounds
+from fastweights.ops.features import PLAIN
 from fastweights.ops.operator import ChunkedOperator, number_of_chunks
-from fastweights.ops.spec import Backend, Executable, Refusal, Spec, mapping_first
+from fastweights.ops.spec import Backend, Executable, Refusal, Spec, after_mapping
 
 # With decays per key channel, the work within a chunk grows with its length as that of every product of keys does.
 LONGEST_PER_KEY = 32
@@ -146,14 +148,19 @@ def prepare(spec: Spec) -> Executable | Refusal:
     reason = reason or failure()
     if reason:
         return Refusal(reason)
+    if step.takes(spec):
+        return step.prepare(spec)
+    if spec.features != PLAIN:
+        answer = prepare(spec.mapped())
+        return answer if isinstance(answer, Refusal) else after_mapping(answer)
     log = family.in_logarithms(spec)
     return family.executable(spec, partial(recurrence, eager=spec.eager, log=log), logs=log)
 
 
 BACKEND = Backend(
     name="cpu",
-    description="C++ in chunks of time, all threads: rules of the family, tensors on the CPU, O(T/C) states kept",
-    prepare=mapping_first(prepare),
+    description="C++ in chunks of time, one token by itself: rules of the family, on the CPU, O(T/C) states kept",
+    prepare=prepare,
     unavailable=unavailable,
-    single_tokens=False,
+    single_tokens=step.takes,
 )
