@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from fastweights.ops.family import coefficients_of, outside
 from fastweights.ops.rules import RULES, Coefficients, Gate, Read, Rule, outer
 from fastweights.probe import attribute, inputs_of
 from fastweights.training.runs.trained import TrainedLanguageModel
+
+# Tokens by which it is judged how far heads look back.
+BEGINNING = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,15 +140,26 @@ def _block(number: int, call: dict[str, Any]) -> Block:
     q, k, v = (call[name][0].transpose(0, 1).float().cpu() for name in "qkv")
     a, e, w = (None if c is None else c[0].transpose(0, 1).cpu() for c in found)
     e = w if found[1] is found[2] else e
-    read = attribute(**call)
+    if not all(bool(x.isfinite().all()) for x in (q, k, v, a, e, w) if x is not None):
+        raise ValueError(f"layer {number} of this model computes numbers from this text that are not finite")
+    return Block(number, q, k, v, a, e, w, _looks_back(call))
+
+
+def _looks_back(call: dict[str, Any]) -> tuple[float, ...]:
+    """Return `Block.back` of a call, judged by its first tokens: there is a number for every pair of them."""
+    read = attribute(**{name: x[:, :BEGINNING] if isinstance(x, Tensor) else x for name, x in call.items()})
     parts = read.weights[0].abs() * read.stored[0].norm(dim=-1).unsqueeze(1)
     shares = parts / parts.sum(-1, keepdim=True).clamp(min=1e-30)
-    return Block(number, q, k, v, a, e, w, tuple(shares.tril(-2).amax(-1).mean(-1).tolist()))
+    return tuple(shares.tril(-2).amax(-1).mean(-1).tolist())
 
 
 def replay_rule(block: Block) -> Rule:
     """Return a rule whose gates are the coefficients of a recorded block, by their names a, e and w."""
-    names = [name for name in "aew" if getattr(block, name) is not None]
+    return _replay_rule("".join(name for name in "aew" if getattr(block, name) is not None))
+
+
+@cache
+def _replay_rule(names: str) -> Rule:
     idle = {"a": 1.0, "e": 0.0, "w": 0.0}
 
     def step(W: Tensor, k: Tensor, v: Tensor, read: Read, a: Any = None, e: Any = None, w: Any = None) -> Tensor:
