@@ -147,7 +147,8 @@ def _block(number: int, call: dict[str, Any]) -> Block:
 
 def _looks_back(call: dict[str, Any]) -> tuple[float, ...]:
     """Return `Block.back` of a call, judged by its first tokens: there is a number for every pair of them."""
-    read = attribute(**{name: x[:, :BEGINNING] if isinstance(x, Tensor) else x for name, x in call.items()})
+    beginning: Any = {name: x[:, :BEGINNING] if isinstance(x, Tensor) else x for name, x in call.items()}
+    read = attribute(**beginning)
     parts = read.weights[0].abs() * read.stored[0].norm(dim=-1).unsqueeze(1)
     shares = parts / parts.sum(-1, keepdim=True).clamp(min=1e-30)
     return tuple(shares.tril(-2).amax(-1).mean(-1).tolist())
