@@ -140,7 +140,7 @@ def test_info_as_json(monkeypatch):
     assert set(facts["rules"]) == set(fw.list_rules()) and facts["rules"]["delta"]["gates"] == ["beta"]
     assert facts["backends"]["reference"] | {"description": ""} == {"usable": True, "reason": None, "description": ""}
     library = ("C++ library: level ",) if facts["backends"]["cpu"]["usable"] else ()
-    assert all(words in facts["devices"]["cpu"] for words in ("threads", *library))
+    assert all(words in facts["devices"]["cpu"] for words in ("thread", *library))
     both = run("info", "--json", "--check")
     assert both.exit_code == 2 and "leave --json out" in both.stderr
     monkeypatch.setenv("FASTWEIGHTS_CPU_LEVEL", "avx1024")

@@ -44,7 +44,7 @@ COMMANDS = {
         "benchmarks.transformers:run",
         "Time models of transformers with our operators and with theirs.",
     ),
-    "verify": ("commands.verify:verify", "Judge anybody's kernel of this family by float64 over hard cases."),
+    "verify": ("commands.verify:verify", "Judge anybody's kernel of a delta rule or of linear attention by float64."),
     "info": ("commands.info:info", "Show versions, devices, update rules, feature maps and backends."),
     "tour": ("commands.tour:tour", "See the update rules side by side; takes seconds."),
 }

@@ -70,7 +70,9 @@ def facts() -> dict[str, Any]:
         library = build.origin()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    devices = {"cpu": f"{torch.get_num_threads()} threads" + (f"; C++ library: {library}" if library else "")}
+    count = torch.get_num_threads()
+    threads = f"{count} threads (on a busy machine OMP_NUM_THREADS=1 may be faster)" if count > 1 else "1 thread"
+    devices = {"cpu": threads + (f"; C++ library: {library}" if library else "")}
     for i in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(i)
         devices[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)}, compute capability {major}.{minor}"
@@ -100,7 +102,9 @@ def show() -> None:
     console.print(", ".join(f"{name} {version}" for name, version in here["versions"].items()))
     for name, device in here["devices"].items():
         console.print(f"{name}: {device}")
-    backends = Table("backend", "usable here", "what it is", title=f"Backends, in the order auto tries ({ENVIRONMENT})")
+    family = "Rules of the family: W = a W - e (a W k) ⊗ k + w v ⊗ k, with a, e and w from the rule's gates"
+    order = f"Backends, in the order auto tries ({ENVIRONMENT})"
+    backends = Table("backend", "usable here", "what it is", title=order, caption=family)
     for name, row in here["backends"].items():
         backends.add_row(name, "yes" if row["usable"] else f"no: {row['reason']}", row["description"])
     rules = Table("rule", "gates", "backends", "what it does", title="Update rules")
