@@ -14,6 +14,7 @@
 
 extern "C" int fastweights_forward(const void* call, int wide);
 extern "C" int fastweights_backward(const void* call, int wide);
+extern "C" void fastweights_short_convolution(const void* call);
 extern "C" void fastweights_threads(int32_t (*parallel)(int64_t, int64_t, int64_t, ParallelFunc, void*),
                                     int32_t (*number)(uint32_t*));
 
@@ -39,6 +40,14 @@ void read(void* into, size_t size) {
   if (size && std::fread(into, size, 1, stdin) != 1) std::exit(1);
 }
 
+int run(const char* name, const void* call, int wide) {
+  if (!std::strcmp(name, "fastweights_forward")) return fastweights_forward(call, wide);
+  if (!std::strcmp(name, "fastweights_backward")) return fastweights_backward(call, wide);
+  if (!std::strcmp(name, "fastweights_short_convolution")) return fastweights_short_convolution(call), 0;
+  std::fprintf(stderr, "cpu_driver.cpp does not know %s\n", name);
+  std::exit(1);
+}
+
 struct Piece {
   int64_t offset, size;  // of the pointer in the call; of what it points at
 };
@@ -47,8 +56,10 @@ struct Piece {
 
 int main() {
   fastweights_threads(parallel, number);
-  for (int64_t header[5]; std::fread(header, sizeof(header), 1, stdin) == 1;) {
-    const auto [backward, wide, wanted, size, count] = header;
+  for (char name[64]; std::fread(name, sizeof(name), 1, stdin) == 1;) {
+    int64_t header[4];
+    read(header, sizeof(header));
+    const auto [wide, wanted, size, count] = header;
     threads = static_cast<uint32_t>(wanted);
     auto call = std::make_unique<char[]>(size);
     read(call.get(), size);
@@ -61,7 +72,7 @@ int main() {
       const char* data = memory.back().get();
       std::memcpy(call.get() + piece.offset, &data, sizeof(data));
     }
-    const int64_t outcome = (backward ? fastweights_backward : fastweights_forward)(call.get(), static_cast<int>(wide));
+    const int64_t outcome = run(name, call.get(), static_cast<int>(wide));
     std::fwrite(&outcome, sizeof(outcome), 1, stdout);
     for (int64_t i = 0; i < count; ++i) {
       if (pieces[i].size) std::fwrite(memory[i].get(), pieces[i].size, 1, stdout);

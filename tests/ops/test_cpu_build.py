@@ -142,9 +142,11 @@ def test_a_locale_without_utf8():
 
 @pytest.fixture
 def level(request, monkeypatch, forgotten):
-    """Run one level, whose library is built and kept as the one for this very machine is."""
+    """Run one level. Its library is optimised less than in a wheel, because four are a lot to compile for a test."""
     if request.param not in build.runnable():
         pytest.skip("this processor cannot run it")
+    if request.param != "native":
+        monkeypatch.setenv("CXXFLAGS", "-O1")
     monkeypatch.setenv(build.ENVIRONMENT, request.param)
     return request.param
 
@@ -203,7 +205,7 @@ call = random_call("gated_delta", None, 2, 20, 2, 5, 3)
 before = everything(call)
 if child := os.fork():
     raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-signal.alarm(10)  # ends the process, and the test with it
+signal.alarm(60)  # ends the process, and the test with it
 os._exit(not all(torch.equal(a, b) for a, b in zip(before, everything(call))))
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0

@@ -7,17 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastweights.ops.cpu import backend as cpu
 from fastweights.ops.cpu import build
 from fastweights.ops.cpu.compiler import NATIVE, NEON, find_compiler
-from tests.ops import cpu_driver
-from tests.ops.calls import FAMILY, random_call, relative_error
+from fastweights.ops.fused.short_convolution import short_convolution
+from tests.ops.calls import FAMILY, gradients, random_call, relative_error
 from tests.ops.cpu_driver import Driver, build_driver
 from tests.ops.test_cpu_backend import everything, expected, packed_call
+from tests.ops.test_short_convolution import MARKS, plain
+from tests.ops.test_short_convolution import random_call as convolution_call
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
-SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZERS = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # Inputs are numbers of the dtype: of 16 bits, the incoming gradient and the result are rounded once each.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 SHAPES = [(1, 1, 1, 1, 1), (2, 5, 2, 3, 17), (1, 64, 3, 17, 64), (2, 70, 1, 64, 3), (1, 70, 2, 1, 1), (1, 5, 1, 64, 64)]
@@ -30,12 +31,7 @@ ARM = [shutil.which(name) for name in ("aarch64-linux-gnu-g++", "qemu-aarch64")]
 def driven(monkeypatch):
     """Lets the calls of a test run by a command."""
     drivers = []
-
-    def start(*command):
-        drivers.append(Driver(*command))
-        monkeypatch.setattr(cpu, "library", lambda: drivers[-1])
-
-    yield start
+    yield lambda *command: drivers.append(Driver(monkeypatch, *command))
     for driver in drivers:
         driver.close()
 
@@ -49,6 +45,16 @@ def check(call, dtype, cu_seqlens=None):
     torch.set_num_threads(3)
     assert all(torch.equal(a, b) for a, b in zip(everything(call, cu_seqlens), ours, strict=True))
     torch.set_num_threads(1)
+
+
+def check_convolutions():
+    for dtype in TOLERANCES:
+        for marks in MARKS:
+            tensors, how = convolution_call(marks, C=70, dtype=dtype)
+            exact = [x.detach().double().requires_grad_() for x in tensors]
+            found, wanted = short_convolution(*tensors, silu=True, **how), plain(exact, True, **how)
+            errors = relative_error([*found, *gradients(found, tensors)], [*wanted, *gradients(wanted, exact)])
+            assert errors < TOLERANCES[dtype]
 
 
 def grouped(call, group):
@@ -66,10 +72,9 @@ def test_sanitizers_find_nothing(tmp_path, driven, monkeypatch):
         check(grouped(random_call("gated_delta per key", None, 1, 70, 4, 5, 17), 2), dtype)
         call, bounds = packed_call(171, [0, 0, 5, 5, 70, 71, 171, 171], 2, 17, 3)
         check(call, dtype, bounds)
+    check_convolutions()
     # And they would: here every tensor ends a byte before the C++ is told.
-    pieces = cpu_driver._pieces
-    monkeypatch.setattr(cpu_driver, "_pieces", lambda *call: [(at, data, size - 1) for at, data, size in pieces(*call)])
-    monkeypatch.setattr(cpu, "library", lambda: Driver(program))
+    Driver(monkeypatch, program, short_by=1)
     with pytest.raises(AssertionError, match="heap-buffer-overflow"):
         everything(random_call("delta"))
 
@@ -77,9 +82,10 @@ def test_sanitizers_find_nothing(tmp_path, driven, monkeypatch):
 @pytest.mark.skipif(platform.machine() != "x86_64" or not all(ARM), reason="needs g++ for AArch64 and qemu-user")
 def test_an_arm_processor_agrees_with_the_reference(tmp_path, driven):
     compiler, emulator = ARM
-    driven(emulator, build_driver(compiler, [*NEON.flags, "-static"], tmp_path))
+    driven(emulator, build_driver(compiler, [*NEON.flags, "-O1", "-static"], tmp_path))
     for dtype in TOLERANCES:
         for rule in ("delta", "gated_delta log", "gated_delta per key"):
             check(random_call(rule, None, 1, 70, 2, 17, 33), dtype)
         call, bounds = packed_call(80, [0, 0, 5, 80], 2, 64, 3)
         check(call, dtype, bounds)
+    check_convolutions()
