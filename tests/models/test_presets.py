@@ -17,6 +17,7 @@ from fastweights.models.presets import (
     tiny,
     training_recipe,
 )
+from fastweights.ops.rules import RULES
 from fastweights.training.engine.config import TrainingConfig
 from fastweights.training.tasks.language import plan
 
@@ -169,6 +170,16 @@ def test_recipes_of_our_own():
     assert (tiny["lr"], tiny["warmup"]) == (1e-3, tiny["steps"] // 10)
     settings = {"lr": 2e-3, "warmup": 500, "clip": 1.0, "schedule": "linear", "optimizer": "muon", "muon_lr": 0.01}
     assert {name: fast[name] for name in settings} == settings
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_quick_with_any_rule(rule):
+    """A rule that only adds is that of mixer linear, and no memory that fills up is carried."""
+    adds = RULES[rule].only_adds
+    assert training_recipe("quick", rule=rule).get("context", "limited") == ("limited" if adds else "carried")
+    config = PRESETS["quick"](rule=rule)
+    assert (config.rule, config.feature_map) == (rule, "elu" if adds else "silu")
+    assert not adds or replace(config, rule="sum") == PRESETS["quick"]("linear")
 
 
 def test_small_fast_is_the_model_of_small_with_another_recipe():

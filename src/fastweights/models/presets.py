@@ -104,11 +104,13 @@ def usual_normalization(rule: str) -> str:
     return "attention" if update_rule(rule).only_adds else "sum"
 
 
-def training_recipe(preset: str, mixer: str = "delta") -> dict[str, Any]:
-    """Return how the model of that preset and mixer is trained; Transformer-XL carries its memory and stops earlier."""
+def training_recipe(preset: str, mixer: str = "delta", rule: str | None = None) -> dict[str, Any]:
+    """Return how the model of that preset, mixer and rule is trained.
+
+    Transformer-XL carries its memory and stops earlier. Memories that only add fill up when they are carried (Table 4).
+    """
     recipe = dict(look_up(RECIPES, preset, "preset"))
-    rule = look_up(MIXER_CHOICES, mixer, "mixer").rule
-    # Memories that only add fill up when they are carried (Table 4).
+    rule = look_up(MIXER_CHOICES, mixer, "mixer").rule if rule is None else rule
     if mixer == "xl" or (preset == "quick" and rule is not None and not update_rule(rule).only_adds):
         recipe["context"] = "carried"
         if preset == "medium":
@@ -131,7 +133,8 @@ def quick(
     """
     usual: dict[str, Any] = {"norm": "pre", "dropout": 0.0, "init_std": 0.06}
     usual["positions"] = "sinusoid" if mixer == "transformer" else "none"
-    if mixer == "delta":
+    # Rules that only add have the paper's map, whose features are positive: attention's sum of them is no difference.
+    if mixer == "delta" and not (rule and update_rule(rule).only_adds):
         usual |= {"feature_map": "silu", "normalization": "l2", "output_scale": False}
         rule = rule or "gated_delta"
     return _config("quick", mixer, rule, context, {**usual, **overrides})

@@ -219,7 +219,7 @@ def test_a_run_is_read_back(corpus, tmp_path):
     model, checkpoint = opened.load("best")
     assert checkpoint.scores == result.best and not model.training
     assert small_task(corpus)[0].validate(model)["loss"] == pytest.approx(result.best["loss"], rel=1e-6)
-    with pytest.raises(ValueError, match="there is no corpus in data"):
+    with pytest.raises(RunError, match="does not come with the corpus it was trained on; say with --data"):
         opened.corpus()
     assert opened.corpus(corpus.folder).fingerprint == corpus.fingerprint
     keep_tokenizer(tmp_path / "run", corpus.tokenizer)
@@ -227,7 +227,7 @@ def test_a_run_is_read_back(corpus, tmp_path):
     # A vocabulary that is not the one of the training must not put words into the model's mouth.
     (tmp_path / "run" / "vocabulary.txt").write_text("other\nwords\n")
     assert opened.tokenizer(corpus.folder).words == corpus.tokenizer.words
-    with pytest.raises(ValueError, match="there is no corpus"):
+    with pytest.raises(RunError, match="does not come with the corpus"):
         opened.tokenizer()
 
 

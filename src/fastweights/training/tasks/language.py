@@ -179,7 +179,7 @@ def plan(
     """
     look_up(PRESETS, preset, "preset")
     model, task, training = FIELDS.sort(settings)
-    recipe = training_recipe(preset, mixer)
+    recipe = training_recipe(preset, mixer, rule)
     usual = {name: recipe.pop(name) for name in ("context", *FIELDS.task) if name in recipe}
     if mixer == "xl" and "segment" in task:
         model.setdefault("mem_len", task["segment"])
