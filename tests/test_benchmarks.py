@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 import fastweights as fw
-from fastweights.benchmarks import lm, lm_agreement, memory, memory_rivals, retrieval, translation
+from fastweights.benchmarks import lm, lm_agreement, memory, memory_rivals, retrieval, stream, translation
 from fastweights.cli import app
 from fastweights.data.registry import CORPORA
 from fastweights.data.synthetic import training_batches
@@ -155,9 +155,22 @@ def test_stock_parts_learn_too(monkeypatch):
 
 def test_a_stream_of_fast_weights_has_one_size_and_a_transformer_grows(tmp_path):
     out = tmp_path / "stream.json"
-    options = ["--size", "tiny", "--models", "delta,transformer", "--device", "cpu", "--pasts", "100,3"]
+    options = [
+        "--size",
+        "tiny",
+        "--models",
+        "delta,transformer",
+        "--device",
+        "cpu",
+        "--pasts",
+        "100,3",
+        "--threads",
+        "1",
+    ]
+    options += ["--plot", str(tmp_path / "stream.png")]
     result = CliRunner().invoke(app, ["bench", "stream", "--out", str(out), *options])
     assert result.exit_code == 0, result.output
+    assert (tmp_path / "stream.png").read_bytes()[1:4] == b"PNG" and json.loads(out.read_text())["threads"] == 1
     rows = json.loads(out.read_text())["rows"]
     assert [(row["model"], row["past"]) for row in rows] == [(m, n) for m in ("delta", "transformer") for n in (3, 100)]
     held = {(row["model"], row["past"]): row["state_bytes"] for row in rows}
@@ -167,6 +180,15 @@ def test_a_stream_of_fast_weights_has_one_size_and_a_transformer_grows(tmp_path)
     assert refused.exit_code == 2 and "more than 51 apart" in refused.output
     refused = CliRunner().invoke(app, ["bench", "stream", "--models", "detla", "--device", "cpu"])
     assert refused.exit_code == 2 and "unknown model 'detla'" in refused.output
+
+
+def test_a_long_cache_is_made_of_a_shorter_one(monkeypatch):
+    monkeypatch.setattr(stream, "READ", 20)
+    rows = stream.case("tiny", "transformer", "cpu", [10, 100, 300], False)
+    monkeypatch.setattr(stream, "READ", 1000)
+    assert [row["state_bytes"] for row in rows] == [
+        row["state_bytes"] for row in stream.case("tiny", "transformer", "cpu", [10, 100, 300], False)
+    ]
 
 
 def test_lm_refuses_unknown_names():

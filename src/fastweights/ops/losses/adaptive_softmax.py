@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastweights.common.transforms import refuse_tangent
+from fastweights.ops.cpu.matrix_vector import matrix_vector, takes
 
 # Logits that may exist at once, in bytes; enough rows for the matrix products, little beside weights and activations.
 TILE_BYTES = 2**26
@@ -49,6 +50,8 @@ def _chosen_nll(hidden: Tensor, weight: Tensor, bias: Tensor, entry: Tensor) -> 
 
 def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Compute hidden W^T + b, at least float32 once the product is made."""
+    if takes(hidden, weight, bias):
+        return matrix_vector(hidden, weight, bias)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return (hidden @ weight.mT).to(wide).add_(bias.to(wide))
 
