@@ -14,7 +14,7 @@ from fastweights.cli import COMMANDS, LazyCommand, app
 PLACE = "<!-- commands -->"
 RESULTS = Path(__file__).parents[1] / "results"
 # Results that pages show or link to, and that the site therefore has, too.
-SHOWN = ("look/demo.html", "look/demo.png")
+SHOWN = ("look/demo.html", "look/demo.png", "bench/stream-cpu.png")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

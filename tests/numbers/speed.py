@@ -87,13 +87,23 @@ def _():
 source("docs/maths.md", "Where the divisor is below")(lambda: [float(f"{torch.finfo(torch.float32).tiny ** 0.5:.0e}")])
 
 
-@source("docs/streams.md", "| | after 256 tokens")
+@source("docs/streams.md", "| | after 256 tokens | after 4,096")
 def _():
     pasts = (256, 4096, 65536)
     yield from pasts
     for kind in ({"model": "delta", "graph": True}, {"model": "delta", "graph": False}, {"model": "transformer"}):
         measured = [row("stream-h200", past=past, **{"graph": False, **kind}) for past in pasts]
         yield from (entry["ms"] for entry in measured)
+        yield measured[-1]["state_bytes"]
+
+
+@source("docs/streams.md", "| | after 256 tokens | after 1,024")
+def _():
+    pasts = (256, 1024, 4096, 16384, 65536)
+    yield from pasts
+    for model in ("delta", "transformer"):
+        measured = [row("stream-cpu", past=past, model=model) for past in pasts]
+        yield from (found["tokens_per_s"] for found in measured)
         yield measured[-1]["state_bytes"]
 
 
