@@ -48,7 +48,7 @@ Out = Annotated[Path, typer.Option(help="Folder of the results.", show_default=T
 
 
 def reproduce(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="Figures and tables, or 'all'.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Figures and tables, or 'all'.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="Show what there is, its cost, and what has been run.")] = False,
     as_json: AsJson = False,
     scale: Annotated[

@@ -13,6 +13,6 @@ def look_up(table: Mapping[str, Entry], name: object, what: str) -> Entry:
         raise TypeError(f"{what} must be a name, got {type(name).__name__}; known names: {', '.join(table)}")
     if name in table:
         return table[name]
-    near = get_close_matches(name, table, n=1, cutoff=0.4)
+    near = get_close_matches(name, table, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"unknown {what} {name!r}{hint} (known: {', '.join(table)})")

@@ -208,7 +208,7 @@ def test_a_run_is_read_back(corpus, tmp_path):
     assert checkpoint.scores == result.best and not model.training
     with torch.no_grad():
         assert small_translation(corpus)[0].validate(model)["loss"] == pytest.approx(result.best["loss"], rel=1e-5)
-    with pytest.raises(ValueError, match="data"):
+    with pytest.raises(RunError, match="does not come with the corpus"):
         opened.tokenizer()
     keep_tokenizer(tmp_path / "run", corpus.tokenizer)
     assert opened.tokenizer().sha256 == opened.tokenizer(corpus.folder).sha256 == corpus.tokenizer.sha256

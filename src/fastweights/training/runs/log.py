@@ -168,7 +168,9 @@ class Terminal:
         if record["kind"] == "valid":
             shown = {k: v for k, v in record.items() if k not in ("kind", "step", "wall_s", "best")}
             best = " (best so far)" if record.get("best") else ""
-            return f"{place}  validation  " + "  ".join(f"{k} {v:.5g}" for k, v in shown.items()) + best
+            # Of BLEU, a number up to 100, nobody needs more than two decimals.
+            scores = (f"{k} {v:.2f}" if k == "bleu" else f"{k} {v:.5g}" for k, v in shown.items())
+            return f"{place}  validation  {'  '.join(scores)}{best}"
         return (
             f"{place}  loss {record['loss']:.4f}  lr {record['lr']:.3g}  grad norm {record['grad_norm']:.3g}  "
             f"{record['tokens_per_s']:,.0f} tokens/s  {record['memory_bytes'] / 2**30:.2f} GiB"
