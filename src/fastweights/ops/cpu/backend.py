@@ -30,7 +30,7 @@ NO_MEMORY, FINITE = 0, 1
 
 def chunk_length(D: int, M: int) -> int:
     """Tokens in a chunk: the work within a chunk grows with it, the states kept shrink."""
-    return 32 if max(D, M) <= 32 else 48
+    return 32 if max(D, M) <= 64 else 48
 
 
 class Call(ctypes.Structure):

@@ -70,12 +70,3 @@ void store_rows(const View& x, int64_t b, int64_t t, int64_t count, int64_t h, i
     }
   });
 }
-
-// Asks for what load_rows will read.
-inline void expect_rows(const View& x, int64_t b, int64_t t, int64_t count, int64_t h, int64_t from, int64_t size) {
-  constexpr int64_t line = 64;
-  const char* row = x.at(b, t, h) + from * x.bytes;
-  for (int64_t i = 0; i < count; ++i, row += x.time * x.bytes) {
-    for (int64_t j = 0; j < size * x.bytes; j += line) __builtin_prefetch(row + j, 0, 2);
-  }
-}

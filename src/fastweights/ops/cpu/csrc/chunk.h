@@ -72,19 +72,17 @@ class Chunk {
     load_state(call.W, job.sequence, W);
     for (int64_t c = 0; c < job.chunks(C); ++c) {
       load(c);
+      expect(c, c + 1);
       if (call.before) store_state(call.before, job.first + c, W);
       relate();
-      expect(call.q, c + 1, D);
       solve();
-      expect(call.k, c + 1, D);
-      multiply<R>(n, M, D, {q_faded, Dp, 1}, W, Mp, {y, Mp, nullptr, 1, nullptr, per_head ? fade : nullptr});
-      multiply<R>(n, M, n, {weights.scores, Cp, 1}, u, Mp, {y, Mp, y}, Part::lower);
-      expect(call.v, c + 1, M);
+      product(n, M, D, {q_faded, Dp, 1}, W, Mp, {y, Mp, nullptr, 1, nullptr, per_head ? fade : nullptr});
+      product(n, M, n, {weights.scores, Cp, 1}, u, Mp, {y, Mp, y}, Part::lower);
       store_rows(call.y, job.batch, time, n, job.head, job.column, M, y, Mp);
       check(M, y, Mp);
       // u is not needed any more, and what a step wrote has faded by Γ[C, t] when the chunk ends.
       if (per_head) scale_rows(u, weights.kept());
-      multiply<R>(D, M, n, per_key ? Operand<R>{k_T, Cp, 1} : Operand<R>{k, 1, Dp}, u, Mp, faded(W));
+      product(D, M, n, per_key ? Operand<R>{k_T, Cp, 1} : Operand<R>{k, 1, Dp}, u, Mp, faded(W));
     }
     store_state(call.W_end, job.sequence, W);
   }
@@ -96,7 +94,6 @@ class Chunk {
     else std::fill_n(dW, Dp * Mp, R(0));
     for (int64_t c = job.chunks(C) - 1; c >= 0; --c) {
       reload(c);
-      expect(call.dy, c - 1, M);
       if (gradients) differentiate();
       else store_state(call.after, job.first + c, dW);
       rewind();
@@ -129,6 +126,7 @@ class Chunk {
   R *a, *e, *w, *fade, *last, *exponent, *taken;
   Weights<R> weights;
   Triangle<R> triangle;
+  Ahead ahead;
   R *dfade, *dkept, *dlast, *dgate, *read, *da, *past;
   R *W, *dW, *W_T, *dW_T;
   R *dy, *du, *u_T, *dq, *dk, *dread, *dscores, *dsystem;
@@ -170,13 +168,28 @@ class Chunk {
     if (decay && call.log) open_logarithms();
   }
 
-  // Asks the memory for a tensor's part in chunk c while this one is computed.
-  void expect(const View& x, int64_t c, int64_t size) const {
-    if (c < 0 || c >= job->chunks(C)) return;
+  void product(int64_t rows, int64_t columns, int64_t inner, const Operand<R>& A, const R* B, int64_t b,
+               const Result<R>& C, Part part = Part::all) {
+    multiply<R>(rows, columns, inner, A, B, b, C, part, &ahead);
+  }
+
+  // Has the products of this chunk ask the memory for a tensor's part in chunk c.
+  void expect(const View& x, int64_t c, int64_t head, int64_t from, int64_t size, bool write = false) {
     const int64_t start = job->start + c * C;
-    const bool keyed = x.data == call.q.data || x.data == call.k.data;
-    expect_rows(x, job->batch, start, std::min(C, job->end - start), keyed ? job->head / call.group : job->head,
-                keyed ? 0 : job->column, size);
+    if (c < 0 || start >= job->end || !x.data) return;
+    ahead.add(x.at(job->batch, start, head) + from * x.bytes, x.time * x.bytes, std::min(C, job->end - start),
+              size * x.bytes, write);
+  }
+
+  // What this chunk will write, and what the next one will read.
+  void expect(int64_t c, int64_t next) {
+    const int64_t h = job->head, keyed = h / call.group;
+    ahead.clear();
+    expect(call.y, c, h, job->column, M, true);
+    for (const View* x : {&call.dq, &call.dk}) expect(*x, c, keyed, 0, D, true);
+    expect(call.dv, c, h, 0, M, true);
+    for (const View* x : {&call.q, &call.k}) expect(*x, next, keyed, 0, D);
+    for (const View* x : {&call.v, &call.dy}) expect(*x, next, h, job->column, M);
   }
 
   // From logarithms to decays. What fades the state is the exponential of a sum: products of rounded decays next to 1
@@ -220,8 +233,8 @@ class Chunk {
       decayed_products(Sizes{n, D, Dp, Cp}, a, q, k, k_T, weights.reach, weights.products, weights.keys);
       fade_keys();
     } else {
-      if (erase) multiply<R>(n, n, D, {k, Dp, 1}, k_T, Cp, {weights.keys, Cp}, Part::result);
-      multiply<R>(n, n, D, {q, Dp, 1}, k_T, Cp, {weights.products, Cp}, Part::result);
+      if (erase) product(n, n, D, {k, Dp, 1}, k_T, Cp, {weights.keys, Cp}, Part::result);
+      product(n, n, D, {q, Dp, 1}, k_T, Cp, {weights.products, Cp}, Part::result);
     }
     if (per_head) {
       for (int64_t t = 0; t < n; ++t) fade[t] = t ? a[t] * fade[t - 1] : a[t];
@@ -251,7 +264,7 @@ class Chunk {
   // u, what each step writes: (I + A) u = diag(w) v - diag(e γ) k W.
   void solve() {
     if (erase) {
-      multiply<R>(n, M, D, {k_faded, Dp, 1}, W, Mp, {rest, Mp, v, -1, write ? w : nullptr, taken});
+      product(n, M, D, {k_faded, Dp, 1}, W, Mp, {rest, Mp, v, -1, write ? w : nullptr, taken});
       triangle.solve(M, rest, u, Mp);
     } else {
       for (int64_t t = 0; t < n; ++t) scale(M, write ? w[t] : R(1), v + t * Mp, u + t * Mp);
@@ -262,26 +275,24 @@ class Chunk {
   void reload(int64_t c) {
     load(c);
     load_rows(call.dy, job->batch, time, n, job->head, job->column, M, dy, Mp);
+    expect(c, c - 1);
     load_state(call.before, job->first + c, W);
     relate();
-    expect(call.q, c - 1, D);
     solve();
-    expect(call.k, c - 1, D);
     R* out = erase ? rest : du;
-    multiply<R>(n, M, D, per_key ? Operand<R>{k_T, 1, Cp} : Operand<R>{k, Dp, 1}, dW, Mp,
+    product(n, M, D, per_key ? Operand<R>{k_T, 1, Cp} : Operand<R>{k, Dp, 1}, dW, Mp,
                 {out, Mp, nullptr, 1, nullptr, per_head ? weights.kept() : nullptr});
-    multiply<R>(n, M, n, {weights.scores, 1, Cp}, dy, Mp, {out, Mp, out}, Part::upper);
+    product(n, M, n, {weights.scores, 1, Cp}, dy, Mp, {out, Mp, out}, Part::upper);
     if (erase) triangle.solve_transposed(M, rest, du, Mp);
-    expect(call.v, c - 1, M);
   }
 
   // dW, from after the chunk to before it. Ruins dy and du.
   void rewind() {
     if (per_head) scale_rows(dy, fade);
-    multiply<R>(D, M, n, {q_faded, 1, Dp}, dy, Mp, faded(dW));
+    product(D, M, n, {q_faded, 1, Dp}, dy, Mp, faded(dW));
     if (!erase) return;
     scale_rows(du, taken);
-    multiply<R>(D, M, n, {k_faded, 1, Dp}, du, Mp, {dW, Mp, dW, -1});
+    product(D, M, n, {k_faded, 1, Dp}, du, Mp, {dW, Mp, dW, -1});
   }
 
   void differentiate() {
@@ -289,12 +300,12 @@ class Chunk {
     transpose(n, M, u, Mp, u_T, Cp);
     transpose(D, M, W, Mp, W_T, Dp);
     transpose(D, M, dW, Mp, dW_T, Dp);
-    multiply<R>(n, D, M, {dy, Mp, 1}, W_T, Dp, {dq, Dp});
-    multiply<R>(n, D, M, {u, Mp, 1}, dW_T, Dp, {dk, Dp});
-    multiply<R>(n, n, M, {dy, Mp, 1}, u_T, Cp, {dscores, Cp}, Part::result);
+    product(n, D, M, {dy, Mp, 1}, W_T, Dp, {dq, Dp});
+    product(n, D, M, {u, Mp, 1}, dW_T, Dp, {dk, Dp});
+    product(n, n, M, {dy, Mp, 1}, u_T, Cp, {dscores, Cp}, Part::result);
     if (erase) {
-      multiply<R>(n, D, M, {du, Mp, 1}, W_T, Dp, {dread, Dp});
-      multiply<R>(n, n, M, {du, Mp, 1}, u_T, Cp, {dsystem, Cp}, Part::result);
+      product(n, D, M, {du, Mp, 1}, W_T, Dp, {dread, Dp});
+      product(n, n, M, {du, Mp, 1}, u_T, Cp, {dsystem, Cp}, Part::result);
       for (int64_t t = 0; t < n; ++t) read[t] = dot(D, dread + t * Dp, k_faded + t * Dp);
     }
     if (per_head) {
@@ -315,12 +326,12 @@ class Chunk {
     if (per_key) {
       differentiate_per_key();
     } else {
-      multiply<R>(n, D, n, {dscores, Cp, 1}, k, Dp, {dq, Dp, dq}, Part::lower);
-      multiply<R>(n, D, n, {dscores, 1, Cp}, q, Dp, {dk, Dp, dk}, Part::upper);
+      product(n, D, n, {dscores, Cp, 1}, k, Dp, {dq, Dp, dq}, Part::lower);
+      product(n, D, n, {dscores, 1, Cp}, q, Dp, {dk, Dp, dk}, Part::upper);
       if (erase) {
         for (int64_t t = 0; t < n; ++t) add_scaled(D, -taken[t], dread + t * Dp, dk + t * Dp);
-        multiply<R>(n, D, n, {dsystem, Cp, 1}, k, Dp, {dk, Dp, dk, -1}, Part::lower);
-        multiply<R>(n, D, n, {dsystem, 1, Cp}, k, Dp, {dk, Dp, dk, -1}, Part::upper);
+        product(n, D, n, {dsystem, Cp, 1}, k, Dp, {dk, Dp, dk, -1}, Part::lower);
+        product(n, D, n, {dsystem, 1, Cp}, k, Dp, {dk, Dp, dk, -1}, Part::upper);
       }
     }
     // Those of q and k: the sum over the heads of a group, which come one after the other.

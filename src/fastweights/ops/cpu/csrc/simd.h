@@ -12,6 +12,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "ahead.h"
+
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
 #elif defined(__AVX__)
@@ -154,15 +156,18 @@ void band(int64_t columns, int64_t inner, const Operand<R>& A, const R* B, int64
   }
 }
 
-// C (rows x columns) of A (rows x inner) B (inner x columns), whose rows are b apart.
+// C (rows x columns) of A (rows x inner) B (inner x columns), whose rows are b apart; asks `ahead` now and then.
 template <class R>
 [[gnu::noinline]] void multiply(int64_t rows, int64_t columns, int64_t inner, const Operand<R>& A, const R* B, int64_t b,
-                                 const Result<R>& C, Part part = Part::all) {
+                                const Result<R>& C, Part part = Part::all, Ahead* ahead = nullptr) {
   columns = padded<R>(columns);
   for (int64_t i = 0, step; i < rows; i += step) {
+    if (ahead) ahead->ask();
     const int64_t left = rows - i;
-    // A tile of one vector needs more rows to keep the machine busy.
-    const bool tall = columns <= Simd<R>::lanes && part == Part::all && left >= 2 * kTileRows;
+    // A tile of one vector needs more rows to keep the machine busy. Of a triangle it would read too much.
+    const int64_t most = part == Part::result ? std::min(columns, padded<R>(i + 2 * kTileRows)) : columns;
+    const bool whole = part == Part::all || part == Part::result;
+    const bool tall = whole && most <= Simd<R>::lanes && left >= 2 * kTileRows;
     step = tall ? 2 * kTileRows : left >= kTileRows ? kTileRows : left >= 4 ? 4 : left >= 2 ? 2 : 1;
     const int64_t from = part == Part::upper ? i : 0;
     const int64_t to = part == Part::lower ? std::min(inner, i + step) : inner;
