@@ -26,6 +26,7 @@ ORDER = [
     "data",
     "inference",
     "training",
+    "huggingface",
     "experiments",
     "report",
     "probe",

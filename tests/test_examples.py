@@ -128,3 +128,8 @@ def test_a_model_of_transformers_keeps_packed_documents_apart(run):
     output = run("transformers_patch.py")
     assert "torch_chunk_gated_delta_rule" in output
     assert float(re.search(r"packed and alone: (\S+)", output).group(1)) < 1e-6
+
+
+def test_a_folder_of_hugging_face_is_read_by_transformers(run, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
+    assert "the same as without transformers: True" in run("huggingface_export.py", tmp_path)

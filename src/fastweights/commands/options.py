@@ -29,6 +29,7 @@ EXTRAS = {
     "num2words": "mt",
     "sacrebleu": "mt",
     "tokenizers": "mt",
+    "transformers": "hf",
 }
 # What --precision takes, and the name it has in a configuration.
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", **{name: name for name in CONFIGURED}}

@@ -232,7 +232,7 @@ class PieceTokenizer(SpelledTokenizer):
     specials: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, content: bytes) -> None:
-        self._content, library, count, letters = content, byte_pair_library(), len(self.specials), _letters()
+        self._content, library, count, letters = content, byte_pair_library(), len(self.specials), byte_letters()
         try:
             self._inner = library.Tokenizer.from_str(content.decode())
             vocabulary: dict[str, int] = json.loads(content)["model"]["vocab"]
@@ -261,7 +261,7 @@ class PieceTokenizer(SpelledTokenizer):
             min_frequency=max(min_count, 2),
             show_progress=False,
             special_tokens=list(cls.specials),
-            initial_alphabet=sorted(_letters()),
+            initial_alphabet=sorted(byte_letters()),
         )
         inner.train_from_iterator((line for text in texts for line in cls._lines(text)), trainer)
         content = json.loads(inner.to_str())
@@ -312,7 +312,7 @@ def _check_size(size: int | None, least: int, why: str) -> None:
         raise DataError(f"--vocabulary-size must be at least {least}, got {size}: {why}")
 
 
-def _letters() -> dict[str, int]:
+def byte_letters() -> dict[str, int]:
     """Return the byte that each letter of the library's alphabet stands for: visible ones stand for themselves."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [number for number in range(256) if number not in visible]

@@ -152,9 +152,12 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.pre = config.norm == "pre"
 
-    def forward(self, x: Tensor, state: State | None = None, starts: Tensor | None = None) -> tuple[Tensor, State]:
+    def forward(
+        self, x: Tensor, state: State | None = None, starts: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         """Map x (B, T, d_model) to y (B, T, d_model), and return the state."""
-        return self._run(self.mixer if starts is None else partial(self.mixer, starts=starts), x, state)
+        marks = {name: value for name, value in (("starts", starts), ("mask", mask)) if value is not None}
+        return self._run(partial(self.mixer, **marks), x, state)
 
     def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Map x (B, d_model) to y (B, d_model), and return the state."""
@@ -208,21 +211,30 @@ class LanguageModel(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(
-        self, tokens: Tensor, state: LanguageModelState | None = None, starts: Tensor | None = None
+        self,
+        tokens: Tensor,
+        state: LanguageModelState | None = None,
+        starts: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, LanguageModelState]:
         """Return hidden vectors (B, T, d_model) of tokens (B, T), from which the next are predicted, and the state.
 
         `state` from an earlier call makes `tokens` the continuation of what it saw; gradients flow into it, so
         `state.detach()` first to train without them. Where `starts` (B, T) is True a new text begins, and all that came
-        before is forgotten.
+        before is forgotten. Where `mask` (B, T) is False a token is padding, on any side, and changes nothing.
         """
         self._check(tokens, state, 2, "(B, T)")
+        if mask is not None and self.config.positions != "none":
+            raise ValueError(
+                f"positions = {self.config.positions!r} count padding too, so this model takes no mask; give it rows "
+                "without padding, one by one if their lengths differ"
+            )
         if starts is not None:
             check_forgets(self.config)
         x = self._embed(tokens, state)
         states = []
         for block, past in zip(self.blocks, self._past(state), strict=True):
-            x, new = block(x, past, starts)
+            x, new = block(x, past, starts, mask)
             states.append(new)
         seen = tokens.new_zeros(len(tokens)) if state is None else state.position
         return self.dropout(self.final_norm(x)), LanguageModelState(states, seen + tokens.shape[1])
