@@ -159,10 +159,11 @@ def test_sizes_are_those_of_their_documentation():
         documentation = inspect.getdoc(PRESETS["small" if preset == "small-fast" else preset])
         sizes = f"{config.n_layers} layers, d_model {config.d_model}, {config.n_heads} heads"
         assert documentation.startswith(f"{sizes}, L = {RECIPES[preset]['segment']}: ")
-    assert (small().d_ff, medium().d_ff, tiny().d_ff) == (2048, 2048, 512)
-    # WikiText-103 and WikiText-2.
-    assert (small().vocab_size, medium().vocab_size, tiny().vocab_size) == (267_735, 267_735, 33_278)
+    # WikiText-103, WikiText-2, and a vocabulary that data without one of its own is given.
+    words = {"small": (267_735, 2048), "medium": (267_735, 2048), "tiny": (33_278, 512), "quick": (2_048, 512)}
+    assert {name: (PRESETS[name]().vocab_size, PRESETS[name]().d_ff) for name in words} == words
     assert small().cutoffs == medium().cutoffs == (20_000, 40_000, 200_000)
+    assert tiny().cutoffs == (2_000, 10_000)
 
 
 def test_recipes_of_our_own():

@@ -21,16 +21,9 @@ from fastweights.ops.rules import update_rule
 
 _WIKITEXT103 = {"vocab_size": 267_735, "cutoffs": (20_000, 40_000, 200_000), "n_layers": 16, "n_heads": 8, "d_ff": 2048}
 _WIKITEXT2 = {"vocab_size": 33_278, "cutoffs": (2_000, 10_000), "n_layers": 4, "n_heads": 4, "d_ff": 512}
-_PLAIN = {"vocab_size": 2_048, "cutoffs": (5_000, 20_000), "n_layers": 4, "n_heads": 4, "d_ff": 512}
+_QUICK = {"vocab_size": 2_048, "cutoffs": (5_000, 20_000), "n_layers": 4, "n_heads": 4, "d_ff": 512}
 SIZES: dict[str, Mapping[str, Any]] = {
-    "quick": {
-        "vocab_size": 2_048,
-        "cutoffs": (5_000, 20_000),
-        "n_layers": 4,
-        "n_heads": 4,
-        "d_ff": 512,
-        "d_model": 128,
-    },
+    "quick": {**_QUICK, "d_model": 128},
     "small": {**_WIKITEXT103, "d_model": 128},
     "medium": {**_WIKITEXT103, "d_model": 256},
     "tiny": {**_WIKITEXT2, "d_model": 128},
