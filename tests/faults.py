@@ -209,7 +209,7 @@ class Copy:
             if run is not None and run.returncode == -signal.SIGXCPU:
                 return Verdict("no time", words)
             if run is not None and run.returncode not in (0, 5):
-                failed = re.search(r"^FAILED (\S+::\S+)", run.stdout, re.MULTILINE)
+                failed = re.search(r"^FAILED (\S+::.+?)(?: - .*)?$", run.stdout, re.MULTILINE)
                 return Verdict("noticed", words, failed[1] if failed else "", in_interpreter)
         return Verdict("missed", words)
 
