@@ -16,6 +16,7 @@ from fastweights.feature_maps import FeatureMap, feature_map
 from fastweights.layers.checks import check_dtype, check_input, check_token, head_size
 from fastweights.layers.short_conv import ShortConvolution
 from fastweights.ops.features import MapFeatures
+from fastweights.ops.fused.gated_norm import gated_rms_norm
 from fastweights.ops.memory import fast_weight_memory
 from fastweights.ops.normalization import l2_normalize, smooth_l2_normalize, sum_normalize
 from fastweights.ops.rules import DECAY, Gate, Rule, update_rule
@@ -34,11 +35,11 @@ NORMALIZATIONS: dict[str, tuple[Normalize, str | None]] = {
 }
 
 # Name -> whether what is read is divided by its root mean square, head by head, and what opens its gate.
-OUTPUT_NORMS: dict[str, tuple[bool, Callable[[Tensor], Tensor] | None]] = {
+OUTPUT_NORMS: dict[str, tuple[bool, str | None]] = {
     "none": (False, None),
     "rms": (True, None),
-    "rms_gated": (True, F.silu),
-    "rms_sigmoid": (True, torch.sigmoid),
+    "rms_gated": (True, "silu"),
+    "rms_sigmoid": (True, "sigmoid"),
 }
 # Options of the layers that models in use are made of.
 _MODERN = {"feature_map": "silu", "normalization": "smooth_l2", "short_conv": 4}
@@ -245,9 +246,8 @@ class FastWeightAttention(nn.Module):
     def _join(self, y: Tensor, opening: Tensor | None) -> Tensor:
         """Normalise, gate and project what all heads have read, (B, T, H, M), back to (B, T, d_model)."""
         if self.norm is not None:
-            weight, eps = _wide(self.norm.weight), self.norm.eps
-            y = F.rms_norm(_wide(y) * self.output_scale, (self.d_value,), weight, eps).to(y.dtype)
-            y = y if self.open is None or opening is None else y * self.open(opening)
+            assert self.norm.eps is not None
+            y = gated_rms_norm(y, self.norm.weight, opening, self.open, self.norm.eps, self.output_scale)
             projected: Tensor = self.out(y.flatten(-2))
         else:
             projected = self.out(y.flatten(-2) * self.output_scale)

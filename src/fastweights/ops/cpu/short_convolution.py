@@ -1,4 +1,4 @@
-"""The short convolution in C++, csrc/short_convolution.cpp."""
+"""The short convolution in C++, csrc/layers.cpp."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class FusedFunction:
             gradients of the kernels are differentiated again or come in batches, these are used.
         forward: `forward(tensors, settings)`, the same outputs.
         backward: `backward(grads, tensors, settings)`, the gradients of all tensors, given those of the outputs, of
-            which some are None.
+            which some, but not all, may be None.
         refuses: `refuses(tensors, settings)`, why the kernels are not for such a call; None where they are.
     """
 
@@ -55,6 +55,8 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        if all(dy is None for dy in grads):
+            return (None,) * (2 + len(wanted))
         if is_eager_gradient(*grads):
             found = ctx.function.backward(grads, tensors, ctx.settings)
             return None, None, *(x if wants else None for x, wants in zip(found, wanted, strict=True))

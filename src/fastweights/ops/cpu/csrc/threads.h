@@ -23,7 +23,8 @@ void for_each_job(int64_t count, int64_t size, const Work& work) {
     const int64_t count;
     std::atomic<int64_t> next{0};
   } shared{work, count};
-  const auto worker = [](int64_t, int64_t, void* context) {
+  // Volatile, so that there is one copy of the work: a second one, for one thread, may round in another order.
+  ParallelFunc volatile worker = [](int64_t, int64_t, void* context) {
     Shared& shared = *static_cast<Shared*>(context);
     for (int64_t i; (i = shared.next++) < shared.count;) shared.work(i);
   };
