@@ -17,7 +17,7 @@ import pytest
 
 import tests.numbers.facts
 import tests.numbers.speed  # noqa: F401, both declare sources
-from tests.numbers.declared import SOURCES, cells
+from tests.numbers.declared import SOURCES, cells, row
 from tests.numbers.text import PAGES, ROOT, agrees, blocks, numbers
 
 LANGUAGE = ["table2", "table3", "table4", "table5"]
@@ -50,6 +50,18 @@ def test_numbers_without_a_source_and_wrong_ones_are_seen():
     assert numbers(text) == ["2,000", "1.94 M", "0.8 %"] and numbers(text, measured_only=True) == ["1.94 M", "0.8 %"]
     assert agrees("1.94 M", 1_938_000) and not agrees("1.94 M", 1_934_000)
     assert agrees("0.8 %", 0.84) and not agrees("2,000", 2_001)
+
+
+def test_times_on_a_cpu_in_the_log():
+    text = (ROOT / "docs" / "log" / "2026-11-18-chunks-on-cpu.md").read_text()
+    lines = re.findall(r"^\| (\d+), (\d+), (\d+), (\d+) \| (.+) \| (.+) \| (.+) \| (.+) \|.*\|$", text, re.MULTILINE)
+    assert len(lines) == 5
+    for *sizes, forward, onnx, both, share in lines:
+        shape = [int(size) for size in sizes]
+        ours, rival = (row("memory-cpu", shape=shape, rival=name) for name in ("cpu", "onnxruntime"))
+        assert agrees(forward, 1e3 * ours["forward"]) and agrees(both, 1e3 * ours["forward_backward"])
+        assert agrees(onnx, 1e3 * rival["forward"])
+        assert agrees(share, 100 * ours["forward_backward_share_of_gemm"])
 
 
 @pytest.mark.parametrize(
