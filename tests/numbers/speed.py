@@ -247,3 +247,30 @@ def _():
 def _():
     entry = row("transformers-cpu", model="qwen3.5-1024", what="prefill")
     return [entry["length"], int(entry["model"].rpartition("-")[2])]
+
+
+# States of streams in fewer bits.
+
+STATE_FORMATS = [
+    ("float32", False),
+    ("bf16", False),
+    *((name, kept) for name in ("int8", "fp8") for kept in (True, False)),
+]
+
+
+@source("docs/states.md", "| rule | state | bytes |")
+def _():
+    yield from (words for words in (256, 4_096, 16_384, 65_536))
+    for rule in ("sum", "delta", "gated_delta"):
+        for name, kept in STATE_FORMATS:
+            fields = {"format": name, "error_feedback": kept}
+            yield row(f"states-{rule}", words=256, **fields)["state_bytes"]
+            yield row("states-time", rule=rule, words=256, **fields)["ms"]
+            for words in (256, 4_096, 16_384, 65_536):
+                yield row(f"states-{rule}", words=words, **fields)["perplexity"]
+
+
+@source("docs/states.md", "Three small models")
+def _():
+    (step,) = {found["step"] for rule in ("sum", "delta", "gated_delta") for found in rows(f"states-{rule}")}
+    return [step, presets.PRESETS["quick"]().vocab_size]
