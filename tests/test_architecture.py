@@ -25,6 +25,7 @@ ORDER = [
     "models",
     "data",
     "inference",
+    "onnx",
     "training",
     "huggingface",
     "experiments",

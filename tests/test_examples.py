@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fastweights.feature_maps import FEATURE_MAPS
+from fastweights.models.language_model import LanguageModel, LanguageModelConfig
 from fastweights.ops.backends import BACKENDS, EXECUTABLES
 from fastweights.ops.rules import RULES
 from tests.training.small_text import random_model
@@ -47,6 +48,28 @@ def test_every_example_is_tested():
 def test_only_the_delta_rule_learns_to_overwrite(run):
     share = {rule: int(right) for rule, right in re.findall(r"(\w+) rule: (\d+)%", run("minimal_layer.py"))}
     assert share["delta"] > 90 and share["sum"] < 60
+
+
+def test_onnx_runtime_continues_as_pytorch_does(run):
+    found = [int(token) for token in re.findall(r"\d+", run("onnx_runtime.py"))]
+    torch.manual_seed(0)
+    config = LanguageModelConfig(vocab_size=50, d_model=16, n_layers=1, n_heads=2, d_ff=32, rule="delta")
+    model, state, text = LanguageModel(config).eval(), None, [3, 14, 15, 9, 26]
+    for i in range(14):
+        log_probs, state = model.step(torch.tensor(text[i : i + 1]), state)
+        text += [int(log_probs.argmax())] if i >= 4 else []
+    assert found == text[5:]
+
+
+def test_a_kernel_is_judged(run):
+    verdicts = dict(line.split(": ", 1) for line in run("judge_a_kernel.py").splitlines())
+    assert [verdict.split(" there")[0].strip() for verdict in verdicts.values()] == [
+        "right",
+        "right",
+        "right",
+        "wrong",
+        "not supported",
+    ]
 
 
 def test_a_character_model_learns(run, tmp_path):

@@ -27,6 +27,7 @@ COMMANDS = {
     "look": ("look.command:look", "Write a page that shows a language model's memory while it reads."),
     "translate": ("commands.translate:translate", "Translate lines of text with a trained translation model."),
     "export hf": ("commands.export.hf:export_hf", "Write a folder that Hugging Face's transformers reads."),
+    "export onnx": ("commands.export.onnx:onnx", "Write it as ONNX, with its state going in and out."),
     "export run": ("commands.export.run:export_run", "Write it without what only training needs, with a card."),
     "reproduce": ("commands.reproduce:reproduce", "Train the models behind the paper's figures and tables."),
     "report": ("commands.reproduce:report", "Draw the plots and the page from the results that there are."),

@@ -5,6 +5,7 @@ from inspect import signature
 from itertools import chain
 
 import fastweights as fw
+from fastweights.commands.export.onnx import LIMIT
 from fastweights.commands.lines import WINDOW
 from fastweights.data.registry import CORPORA
 from fastweights.data.text.build import _ends
@@ -15,6 +16,7 @@ from fastweights.experiments.engine.language_tables import SMALL, SMOKE, STAND_I
 from fastweights.experiments.paper import table3
 from fastweights.look.command import ROOM, look
 from fastweights.models import presets, translation_presets
+from fastweights.onnx.export import STANDARD_OPSET
 from fastweights.training.tasks.translation import BLEU_SENTENCES
 from tests.numbers.declared import ROOT, cells, count_code, parameters, source
 from tests.numbers.text import DEMO, agrees
@@ -220,3 +222,7 @@ def _():
     # The limit counts what is stored; the page's own code is the rest.
     assert 0.5e6 < ROOM < 2e6
     return [signature(look).parameters["tokens"].default, 2e6]
+
+
+source("docs/onnx.md", "After writing, the command runs")(lambda: [LIMIT])
+source("docs/onnx.md", "| `--operators` |")(lambda: [STANDARD_OPSET])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.normalization import safe_divide
+from fastweights.ops.rules import Rule
 from fastweights.ops.spec import Inputs
 
 
@@ -37,22 +38,27 @@ def _run_batch(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
             W = W.masked_fill(inputs.starts[:, t, None, None, None], 0)
             z = None if z is None else z.masked_fill(inputs.starts[:, t, None, None], 0)
         W_old, z_old = W, z
-        a, c = rule.accumulator(**now)
-        z = z if z is None or a is None else a * z
-
-        W = rule.step(W, k[t], v[t], lambda W, x, z=z: _read(W, x, z), **now)
-        z = None if z is None else z + (k[t] if c is None else c * k[t])
-
+        W, z = advance(rule, W, z, k[t], v[t], now)
         if inputs.mask is not None:
             kept = inputs.mask[:, t, None, None]
             W = torch.where(kept.unsqueeze(-1), W, W_old)
             z = None if z is None or z_old is None else torch.where(kept, z, z_old)
-        outputs.append(_read(W, q[t], z))
+        outputs.append(read(W, q[t], z))
     y = torch.stack(outputs, 1) if outputs else inputs.v.new_empty(inputs.v.shape)
     return y.to(inputs.q.dtype), W, z
 
 
-def _read(W: Tensor, x: Tensor, z: Tensor | None) -> Tensor:
+def advance(
+    rule: Rule, W: Tensor, z: Tensor | None, k: Tensor, v: Tensor, gates: dict[str, Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Return W and z after one token: k (B, H, D), v (B, H, M), gates (B, H, 1) or (B, H, D)."""
+    a, c = rule.accumulator(**gates)
+    z = z if z is None or a is None else a * z
+    W = rule.step(W, k, v, lambda W, x: read(W, x, z), **gates)
+    return W, None if z is None else z + (k if c is None else c * k)
+
+
+def read(W: Tensor, x: Tensor, z: Tensor | None) -> Tensor:
     """W x, Eq. 25, over z·x under attention normalisation, Eqs. 19, 27 and 28."""
     value = (x.unsqueeze(-2) @ W).squeeze(-2)
     return value if z is None else safe_divide(value, (x * z).sum(-1, keepdim=True))
