@@ -52,8 +52,10 @@ class _Source(NamedTuple):
 
 def takes(spec: Spec) -> bool:
     """Return whether calls of a spec are for the step: short, eager, of a rule of the family, without gradients."""
-    short = (MOST_TOKENS if spec.cu_seqlens is None else MOST_TOKENS * spec.N) >= spec.T
-    return short and spec.eager and not spec.gradients and spec.rule.coefficients is not None
+    if not spec.eager or spec.gradients or spec.rule.coefficients is None:
+        # Before any look at T: a trace would then hold for so short sequences only.
+        return False
+    return (MOST_TOKENS if spec.cu_seqlens is None else MOST_TOKENS * spec.N) >= spec.T
 
 
 def prepare(spec: Spec) -> Executable:
