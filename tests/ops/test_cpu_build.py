@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastweights.ops.backends import EXECUTABLES
 from fastweights.ops.cpu import backend as cpu
 from fastweights.ops.cpu import build
 from fastweights.ops.cpu.compiler import find_compiler, levels
@@ -25,6 +26,8 @@ def forgotten():
     """A process that knows nothing of compilers and libraries yet, and forgets what the test lets it learn."""
     for function in CACHES:
         function.cache_clear()
+    # What was prepared for a call keeps the library that it was prepared with.
+    EXECUTABLES.clear()
     yield
     for function in CACHES:
         function.cache_clear()
