@@ -16,7 +16,7 @@ Function = Callable[[Problem, bool], tuple[Tensor, Tensor | None]]
 # Results by name: o, state, and the gradients dq, dk, ...
 Results = dict[str, Tensor]
 
-# A tolerance is so many times the error that rounding alone explains.
+# A tolerance is this many times the error that rounding alone explains.
 SAFETY = 16.0
 # What is smaller than this share of the largest result of its kind is measured by that.
 LEAST = 1e-3
