@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from fastweights.layers.adaptive import AdaptiveSoftmax
-from fastweights.ops.losses import adaptive_softmax
+from fastweights.ops.losses import adaptive_softmax, kept_softmax
 from tests.ops.calls import relative_error
 
 V, D, CUTOFFS = 31, 6, (7, 12, 25)
@@ -105,24 +105,31 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(loss, (hidden, *parameters.values()))
 
 
-def test_logits_stay_within_the_room(monkeypatch):
-    made, honest = [], adaptive_softmax.logits_of
+@pytest.mark.parametrize(
+    ("dtype", "module", "name", "kept_bytes"),
+    [(torch.bfloat16, adaptive_softmax, "logits_of", 0), (torch.float32, kept_softmax, "_log_softmax", 500)],
+)
+def test_logits_stay_within_the_room(monkeypatch, dtype, module, name, kept_bytes):
+    """Those that are kept, too; the others are made again."""
+    made, honest = [], getattr(module, name)
 
     def watched(*arguments):
         made.append(honest(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(adaptive_softmax, "logits_of", watched)
-    layer, (hidden, targets) = make(tile_bytes=500, dtype=torch.float32), tokens(200, dtype=torch.float32)
+    monkeypatch.setattr(module, name, watched)
+    layer, (hidden, targets) = make(tile_bytes=500, dtype=dtype), tokens(200, dtype=dtype)
     kept = {}
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x)
     with hooks:
         loss = layer(hidden, targets)
     loss.sum().backward()
     assert max(tile.nbytes for tile in made) <= 500
-    assert sum(len(tile) for tile in made) == 2 * (200 + int((targets >= CUTOFFS[0]).sum()))
+    again = [tile for tile in made if tile.data_ptr() in kept]
+    assert bool(again) == bool(kept_bytes) and sum(tile.nbytes for tile in again) <= kept_bytes
+    assert sum(map(len, made)) + sum(map(len, again)) == 2 * (200 + int((targets >= CUTOFFS[0]).sum()))
     inputs = [hidden, targets, *layer.parameters()]
-    assert sum(x.nbytes for x in kept.values()) <= sum(x.nbytes for x in inputs) + 2 * 200 * 4
+    assert sum(x.nbytes for x in kept.values()) <= sum(x.nbytes for x in inputs) + 2 * 200 * 4 + kept_bytes
 
 
 def test_16_bit_sums_are_made_in_float32():

@@ -19,7 +19,8 @@ from fastweights.layers.checks import check_dtype
 from fastweights.layers.fusing import check_backend, in_autocast_dtype, takes_kernels
 from fastweights.ops.gpu.adaptive_softmax.operators import fused_nll
 from fastweights.ops.gpu.adaptive_softmax.self_check import refuses
-from fastweights.ops.losses.adaptive_softmax import TILE_BYTES, logits_of, plain_nll, tiled_nll
+from fastweights.ops.losses.adaptive_softmax import TILE_BYTES, logits_of, plain_nll
+from fastweights.ops.losses.kept_softmax import kept_nll
 
 
 class AdaptiveSoftmax(nn.Module):
@@ -36,7 +37,8 @@ class AdaptiveSoftmax(nn.Module):
         d_model: size of the hidden vectors.
         cutoffs: where the clusters begin, rising; the paper's models have (20000, 40000, 200000) for 267,735 words.
         tile_bytes: room for logits. Tokens are taken in tiles whose logits fit, and the backward pass makes them again,
-            so memory does not grow with N x V; results do not depend on it.
+            so memory does not grow with N x V. On the CPU, float32 and float64 keep as many bytes of probabilities for
+            the backward pass instead.
         backend: "fused", the GPU kernels, which make no logits in memory and never wait for the device; "dense", plain
             PyTorch; "auto" takes the kernels where they can run. They give NaN for a target that is no word.
 
@@ -93,7 +95,7 @@ class AdaptiveSoftmax(nn.Module):
         elif is_transformed():
             nll = plain_nll(*inputs)
         else:
-            nll, _ = tiled_nll(*inputs, self.tile_bytes)
+            nll = kept_nll(*inputs, self.tile_bytes)
         return nll.view(targets.shape)
 
     def log_prob(self, hidden: Tensor) -> Tensor:

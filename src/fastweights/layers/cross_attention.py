@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from fastweights import feature_maps
 from fastweights.layers.checks import check_dropout, check_dtype, check_input, head_size
+from fastweights.layers.linear import Linear
 from fastweights.layers.padding import PaddedState, check_state
 from fastweights.layers.softmax import KeyValueState
 from fastweights.ops.linear_attention import linear_attention, read_memory, write_memory
@@ -33,9 +34,9 @@ class Reading(nn.Module):
     def __init__(self, d_model: int, n_heads: int, d_head: int | None = None) -> None:
         super().__init__()
         self.d_model, self.n_heads, self.d_head = d_model, n_heads, head_size(d_model, n_heads, d_head)
-        self.query = nn.Linear(d_model, n_heads * self.d_head, bias=False)
-        self.key_value = nn.Linear(d_model, 2 * n_heads * self.d_head, bias=False)
-        self.out = nn.Linear(n_heads * self.d_head, d_model, bias=False)
+        self.query = Linear(d_model, n_heads * self.d_head, bias=False)
+        self.key_value = Linear(d_model, 2 * n_heads * self.d_head, bias=False)
+        self.out = Linear(n_heads * self.d_head, d_model, bias=False)
 
     def remember(self, x: Tensor, mask: Tensor | None = None) -> State:
         """Return the memory of x (B, S, d_model); `mask` (B, S) is False for padding, which leaves no trace."""

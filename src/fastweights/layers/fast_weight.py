@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fastweights.common.tables import look_up
 from fastweights.feature_maps import FeatureMap, feature_map
 from fastweights.layers.checks import check_dtype, check_input, check_token, head_size
+from fastweights.layers.linear import Linear
 from fastweights.layers.short_conv import ShortConvolution
 from fastweights.ops.features import MapFeatures
 from fastweights.ops.fused.gated_norm import gated_rms_norm
@@ -128,8 +129,8 @@ class FastWeightAttention(nn.Module):
         gate_sizes = [self.feature_map.dim if self._per_key(gate) else 1 for gate in self.rule.gates]
         q_size = d_head if project_queries else 0
         self.sizes = [q_size, d_head, self.d_value, self.d_value if self.open else 0, *gate_sizes]
-        self.project = nn.Linear(d_model, n_heads * sum(self.sizes), bias=bias)
-        self.out = nn.Linear(n_heads * self.d_value, d_model, bias=bias)
+        self.project = Linear(d_model, n_heads * sum(self.sizes), bias=bias)
+        self.out = Linear(n_heads * self.d_value, d_model, bias=bias)
         self.norm = nn.RMSNorm(self.d_value, eps=1e-5) if normed else None
         self.conv = ShortConvolution(n_heads * sum(self.sizes[:3]), short_conv) if short_conv else None
         for gate in self.rule.gates:
@@ -250,7 +251,7 @@ class FastWeightAttention(nn.Module):
             y = gated_rms_norm(y, self.norm.weight, opening, self.open, self.norm.eps, self.output_scale)
             projected: Tensor = self.out(y.flatten(-2))
         else:
-            projected = self.out(y.flatten(-2) * self.output_scale)
+            projected = self.out(y.flatten(-2) if self.output_scale == 1 else y.flatten(-2) * self.output_scale)
         return projected
 
     def _gates(self, raws: list[Tensor]) -> tuple[dict[str, Tensor], bool]:

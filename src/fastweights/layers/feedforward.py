@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from fastweights.layers.checks import check_dropout, check_dtype
 from fastweights.layers.fusing import check_backend, in_autocast_dtype, takes_kernels
+from fastweights.layers.linear import Linear
+from fastweights.ops.fused.linear import linear
 from fastweights.ops.gpu.feedforward.operators import fused_feedforward
 from fastweights.ops.gpu.feedforward.self_check import refuses
 
@@ -38,7 +40,7 @@ class FeedForward(nn.Sequential):
         dropout = check_dropout(dropout)
         inner = dropout if inner_dropout is None else check_dropout(inner_dropout)
         super().__init__(
-            nn.Linear(d_model, d_ff), nn.ReLU(), nn.Dropout(inner), nn.Linear(d_ff, d_model), nn.Dropout(dropout)
+            Linear(d_model, d_ff), nn.ReLU(), nn.Dropout(inner), Linear(d_ff, d_model), nn.Dropout(dropout)
         )
         self.d_ff, self.inner_dropout, self.backend = d_ff, inner, check_backend(backend)
 
@@ -47,10 +49,16 @@ class FeedForward(nn.Sequential):
         check_dtype(x, self[0])
         narrow, p = in_autocast_dtype(x), self.inner_dropout if self.training else 0.0
         if not takes_kernels(self, narrow, lambda: refuses(narrow, self.d_ff, p)):
-            return super().forward(x)
-        first: Any = self[0]
+            first, relu, *rest = self
+            if type(first) is not Linear or type(relu) is not nn.ReLU:
+                return super().forward(x)
+            x = linear(x, first.weight, first.bias, relu=True)
+            for layer in rest:
+                x = layer(x)
+            return x
+        wide: Any = self[0]
         second: Any = self[3]
         dtype = narrow.dtype
-        weights = (first.weight.to(dtype), first.bias, second.weight.to(dtype))
+        weights = (wide.weight.to(dtype), wide.bias, second.weight.to(dtype))
         y = fused_feedforward(narrow.reshape(-1, narrow.shape[-1]), *weights, p)
         return self[4](y.view(x.shape) + second.bias.to(dtype))

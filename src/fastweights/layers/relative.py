@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastweights.layers.checks import check_dropout, check_dtype, check_input, check_token, head_size
+from fastweights.layers.linear import Linear
 from fastweights.layers.padding import PaddedState, check_state, join_masks, visible
 from fastweights.layers.positions import sinusoid
 from fastweights.ops.state import register_state
@@ -67,10 +68,10 @@ class RelativeAttention(nn.Module):
         if clamp_len is not None and clamp_len < 1:
             raise ValueError(f"clamp_len must be at least 1, or None for no limit, got {clamp_len}")
         self.mem_len, self.clamp_len, self.dropout = mem_len, clamp_len, check_dropout(dropout)
-        self.query = nn.Linear(d_model, n_heads * self.d_head, bias=bias)
-        self.key_value = nn.Linear(d_model, 2 * n_heads * self.d_head, bias=bias)
-        self.distance = nn.Linear(d_model, n_heads * self.d_head, bias=False)
-        self.out = nn.Linear(n_heads * self.d_head, d_model, bias=bias)
+        self.query = Linear(d_model, n_heads * self.d_head, bias=bias)
+        self.key_value = Linear(d_model, 2 * n_heads * self.d_head, bias=bias)
+        self.distance = Linear(d_model, n_heads * self.d_head, bias=False)
+        self.out = Linear(n_heads * self.d_head, d_model, bias=bias)
         self.u = nn.Parameter(torch.empty(n_heads, self.d_head))
         self.v = nn.Parameter(torch.empty(n_heads, self.d_head))
         for parameter in (self.u, self.v):

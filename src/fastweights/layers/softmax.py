@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastweights.layers.checks import check_dropout, check_dtype, check_input, check_token, head_size
+from fastweights.layers.linear import Linear
 from fastweights.layers.padding import PaddedState, check_state, join_masks, visible
 from fastweights.ops.state import register_state
 
@@ -55,9 +56,9 @@ class SoftmaxAttention(nn.Module):
         super().__init__()
         self.d_model, self.n_heads, self.d_head = d_model, n_heads, head_size(d_model, n_heads, d_head)
         self.dropout, self.causal = check_dropout(dropout), causal
-        self.query = nn.Linear(d_model, n_heads * self.d_head, bias=bias)
-        self.key_value = nn.Linear(d_model, 2 * n_heads * self.d_head, bias=bias)
-        self.out = nn.Linear(n_heads * self.d_head, d_model, bias=bias)
+        self.query = Linear(d_model, n_heads * self.d_head, bias=bias)
+        self.key_value = Linear(d_model, 2 * n_heads * self.d_head, bias=bias)
+        self.out = Linear(n_heads * self.d_head, d_model, bias=bias)
 
     def forward(
         self, x: Tensor, state: KeyValueState | None = None, mask: Tensor | None = None

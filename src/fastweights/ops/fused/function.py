@@ -21,18 +21,21 @@ class FusedFunction:
             gradients of the kernels are differentiated again or come in batches, these are used.
         forward: `forward(tensors, settings)`, the same outputs.
         backward: `backward(grads, tensors, settings)`, the gradients of all tensors, given those of the outputs, of
-            which some, but not all, may be None.
+            which some, but not all, may be None; with `outputs` it also takes, in the end, what was kept.
         refuses: `refuses(tensors, settings)`, why the kernels are not for such a call; None where they are.
+        outputs: how many tensors of `forward` are outputs, if not all: those after them are kept for `backward`.
     """
 
     def __init__(
         self,
         plain: Callable[..., tuple[Tensor, ...]],
         forward: Callable[[Tensors, Tensors], tuple[Tensor, ...]],
-        backward: Callable[[Tensors, Tensors, Tensors], Tensors],
+        backward: Callable[..., Tensors],
         refuses: Callable[[Tensors, Tensors], str | None],
+        outputs: int | None = None,
     ) -> None:
         self.plain, self.forward, self.backward, self.refuses = plain, forward, backward, refuses
+        self.outputs = outputs
 
     def __call__(self, tensors: Tensors, *settings: Any) -> tuple[Tensor, ...]:
         """Return the outputs for these tensors, of which some may be None."""
@@ -41,24 +44,27 @@ class FusedFunction:
         if wants_gradients(*tensors):
             outputs: tuple[Tensor, ...] = _Eager.apply(self, settings, *tensors)
             return outputs
-        return self.forward(tensors, settings)
+        return self.forward(tensors, settings)[: self.outputs]
 
 
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: FusedFunction, settings: Tensors, *tensors: Any) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*tensors)
+        found = function.forward(tensors, settings)
+        ctx.save_for_backward(*tensors, *(() if function.outputs is None else found[function.outputs :]))
         ctx.function, ctx.settings = function, settings
         ctx.set_materialize_grads(False)
-        return function.forward(tensors, settings)
+        return found[: function.outputs]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        wanted = ctx.needs_input_grad[2:]
         if all(dy is None for dy in grads):
             return (None,) * (2 + len(wanted))
+        tensors, kept = ctx.saved_tensors[: len(wanted)], ctx.saved_tensors[len(wanted) :]
         if is_eager_gradient(*grads):
-            found = ctx.function.backward(grads, tensors, ctx.settings)
+            more = () if ctx.function.outputs is None else (kept,)
+            found = ctx.function.backward(grads, tensors, ctx.settings, *more)
             return None, None, *(x if wants else None for x, wants in zip(found, wanted, strict=True))
         again = torch.is_grad_enabled()
         with torch.enable_grad():

@@ -79,20 +79,24 @@ class Part(NamedTuple):
     """One softmax over some of the tokens: the head over all, or a cluster over those whose target it holds."""
 
     level: int  # 0 for the head, 1 for clusters
-    rows: Tensor  # (n,) which tokens
+    rows: Tensor | None  # (n,) which tokens; None for all
     entries: Tensor  # (n,) their targets among the K
     weight: Tensor  # (K, d)
     bias: Tensor  # (K,)
     words: slice  # the V that these entries are, less the head's C
 
-    def tiles(self, tile_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def tiles(self, tile_bytes: int) -> Iterator[tuple[Tensor | slice, Tensor]]:
         """Yield rows and entries, of as many tokens at a time as have logits that fit."""
         size = torch.promote_types(self.weight.dtype, torch.float32).itemsize
         count = max(1, tile_bytes // (size * len(self.weight)))
-        return zip(self.rows.split(count), self.entries.split(count), strict=True)
+        for start in range(0, len(self.entries), count):
+            span = slice(start, start + count)
+            yield span if self.rows is None else self.rows[span], self.entries[span]
 
 
-def _parts(parameters: Sequence[Tensor], targets: Tensor, cutoffs: Sequence[int], dtype: torch.dtype) -> Iterator[Part]:
+def parts_of(
+    parameters: Sequence[Tensor], targets: Tensor, cutoffs: Sequence[int], dtype: torch.dtype
+) -> Iterator[Part]:
     """Yield the softmaxes that give each target its probability, with weights in `dtype`."""
     weight, bias, cluster_weight, cluster_bias = parameters
     bounds = [0, *cutoffs, len(weight)]
@@ -104,9 +108,10 @@ def _parts(parameters: Sequence[Tensor], targets: Tensor, cutoffs: Sequence[int]
         raise ValueError(f"targets must be words from 0 to vocab_size - 1 = {len(weight) - 1}, got {span}")
     size = bounds[1]
     entries = torch.where(place == 1, targets, place + (size - 2))
-    joint = (torch.cat([weight[:size], cluster_weight]), torch.cat([bias[:size], cluster_bias]))
-    rows = torch.arange(len(targets), device=targets.device)
-    yield Part(0, rows, entries, joint[0].to(dtype), joint[1], slice(0, size))
+    joint = (weight, bias)
+    if cutoffs:
+        joint = (torch.cat([weight[:size], cluster_weight]), torch.cat([bias[:size], cluster_bias]))
+    yield Part(0, None, entries, joint[0].to(dtype), joint[1], slice(0, size))
     groups = place.argsort(stable=True).split(counts)[2:-1]
     for (low, high), rows in zip(pairwise(bounds[1:]), groups, strict=True):
         if len(rows):
@@ -123,7 +128,7 @@ def tiled_nll(
     with torch.autocast(hidden.device.type, enabled=False):
         nll = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         totals = nll.new_zeros(2, len(hidden))
-        for part in _parts(parameters, targets, cutoffs, hidden.dtype):
+        for part in parts_of(parameters, targets, cutoffs, hidden.dtype):
             for rows, entries in part.tiles(tile_bytes):
                 losses, totals[part.level, rows] = tile_nll(hidden[rows], part.weight, part.bias, entries)
                 nll[rows] += losses
@@ -149,7 +154,7 @@ def tiled_nll_backward(
     with torch.autocast(hidden.device.type, enabled=False):
         grads = [x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs]
         d_hidden, d_weight, d_bias, d_cluster_weight, d_cluster_bias = grads
-        for part in _parts(inputs[1:], targets, cutoffs, hidden.dtype):
+        for part in parts_of(inputs[1:], targets, cutoffs, hidden.dtype):
             words = part.words.stop - part.words.start
             for rows, entries in part.tiles(tile_bytes):
                 h = hidden[rows]

@@ -1,0 +1,61 @@
+"""A linear layer by oneDNN against float64 and against PyTorch's own: values, gradients, and what it leaves alone."""
+
+import pytest
+import torch
+
+from fastweights.ops.cpu import products
+from fastweights.ops.fused.linear import linear, plain_linear
+
+pytestmark = pytest.mark.skipif(products.unavailable() is not None, reason=str(products.unavailable()))
+
+
+def random_call(tokens=(3, 64), inner=96, columns=260, bias=True):
+    """Return x, weight and bias of a product that oneDNN takes."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (*tokens, inner), (columns, inner), (columns,)
+    x, weight, b = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
+    return [x, weight, b] if bias else [x, weight]
+
+
+def with_gradients(function, tensors, relu):
+    y = function(*tensors, relu=relu)
+    weights = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)
+    return [y, *torch.autograd.grad((y * weights).sum(), tensors)]
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("inner", "columns"), [(96, 260), (260, 96)])
+def test_is_as_exact_as_float32(relu, bias, inner, columns):
+    tensors = random_call(inner=inner, columns=columns, bias=bias)
+    assert products.refuses(192, columns, *tensors) is None
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    want = with_gradients(lambda x, w, b=None, relu=False: plain_linear(x, w, b, relu)[0], exact, relu)
+    for ours, theirs in zip(with_gradients(linear, tensors, relu), want, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).norm() < 1e-6 * theirs.norm()
+
+
+def test_strides_and_second_derivatives():
+    x, weight, bias = random_call()
+    turned = x.detach().mT.contiguous().mT.requires_grad_()
+    torch.testing.assert_close(linear(turned, weight, bias), linear(x, weight, bias))
+    (dx,) = torch.autograd.grad(linear(x, weight, bias, relu=True).square().sum(), x, create_graph=True)
+    (want,) = torch.autograd.grad(plain_linear(x, weight, bias, True)[0].square().sum(), x, create_graph=True)
+    found, want = (torch.autograd.grad(d.square().sum(), weight)[0] for d in (dx, want))
+    assert (found - want).norm() < 1e-6 * want.norm()
+
+
+def test_retained_graphs_give_the_same_gradients_twice():
+    tensors = random_call()
+    y = linear(*tensors, relu=True).sum()
+    first = torch.autograd.grad(y, tensors, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(y, tensors)))
+
+
+def test_leaves_alone_what_it_is_not_for():
+    x, weight, bias = random_call()
+    for other in (x.double(), x.bfloat16(), x[:, :63]):
+        assert products.refuses(other.numel() // 96, 260, other, weight.to(other.dtype)) is not None
+    with torch.autocast("cpu"):
+        assert linear(x, weight, bias).dtype == torch.bfloat16
