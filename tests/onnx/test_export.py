@@ -4,6 +4,7 @@ import logging
 from importlib import import_module
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -12,7 +13,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fastweights as fw
-import onnx
 from fastweights.cli import app
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig
 from fastweights.onnx.export import agreement, convert, export_onnx
