@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fastweights.common.allocator import keep_freed_memory
 from fastweights.common.tree import map_tensors, pack, to_device, unpack
 from fastweights.training.engine.capture import CapturedUpdates, refusal
 from fastweights.training.engine.config import GRAPHING_MODES, TrainingConfig
@@ -41,6 +42,8 @@ class Learner:
     def __init__(self, fabric: Fabric, task: Task, config: TrainingConfig) -> None:
         self.fabric, self.task, self.config = fabric, task, config
         self.device, self.rank, self.world = fabric.device, fabric.global_rank, fabric.world_size
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.step = 0
         self.carry: Any = None
         self._carry_before: Any = None
