@@ -168,7 +168,7 @@ def test_results_that_were_edited(run, out):
     assert result.exit_code == 0
     for _, message in edits:
         assert any(str(results) in line and message in line for line in result.stderr.splitlines()), message
-    assert "<dt>cells</dt><dd>3 (16 planned at this scale)</dd>" in (out / "index.html").read_text()
+    assert "<dt>models</dt><dd>3 (16 planned at this scale)</dd>" in (out / "index.html").read_text()
     stopped = run(*SMOKE)
     assert stopped.exit_code == 2 and edits[0][1] in stopped.stderr
     assert results.read_text() == text, "what cannot be read is not overwritten"
