@@ -24,6 +24,8 @@ def unavailable() -> str | None:
     """Return why oneDNN is of no use on this machine; None where it is."""
     if not torch.backends.mkldnn.is_available():
         return "this PyTorch has no oneDNN"
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return "this PyTorch does not offer oneDNN's linear layer"
     level = torch.backends.cpu.get_cpu_capability()
     return None if level.startswith("AVX512") else f"it is faster with AVX-512 only, PyTorch uses {level} here"
 
