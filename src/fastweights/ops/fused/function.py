@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,59 +14,75 @@ from fastweights.ops.eager import is_eager, is_eager_gradient, wants_gradients
 Tensors = Sequence[Any]
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """One way to compute a function.
+
+    Args:
+        forward: `forward(tensors, settings)`, the outputs.
+        backward: `backward(grads, tensors, settings)`, the gradients of all tensors, given those of the outputs, of
+            which some, but not all, may be None; where `forward` returns more than outputs it also takes, in the end,
+            what was kept.
+        refuses: `refuses(tensors, settings)`, why the kernels are not for such a call; None where they are.
+    """
+
+    forward: Callable[[Tensors, Tensors], tuple[Tensor, ...]]
+    backward: Callable[..., Tensors]
+    refuses: Callable[[Tensors, Tensors], str | None]
+
+
 class FusedFunction:
     """Runs kernels where nothing but autograd looks on, else `plain`: under torch.compile, torch.func, or fake tensors.
 
     Args:
         plain: `plain(*tensors, *settings)`, the outputs in PyTorch. Any derivative of them can be taken: where the
             gradients of the kernels are differentiated again or come in batches, these are used.
-        forward: `forward(tensors, settings)`, the same outputs.
-        backward: `backward(grads, tensors, settings)`, the gradients of all tensors, given those of the outputs, of
-            which some, but not all, may be None; with `outputs` it also takes, in the end, what was kept.
-        refuses: `refuses(tensors, settings)`, why the kernels are not for such a call; None where they are.
+        kernels: the first that does not refuse a call runs it.
         outputs: how many tensors of `forward` are outputs, if not all: those after them are kept for `backward`.
     """
 
-    def __init__(
-        self,
-        plain: Callable[..., tuple[Tensor, ...]],
-        forward: Callable[[Tensors, Tensors], tuple[Tensor, ...]],
-        backward: Callable[..., Tensors],
-        refuses: Callable[[Tensors, Tensors], str | None],
-        outputs: int | None = None,
-    ) -> None:
-        self.plain, self.forward, self.backward, self.refuses = plain, forward, backward, refuses
-        self.outputs = outputs
+    def __init__(self, plain: Callable[..., tuple[Tensor, ...]], *kernels: Kernels, outputs: int | None = None) -> None:
+        self.plain, self.kernels, self.outputs = plain, kernels, outputs
 
     def __call__(self, tensors: Tensors, *settings: Any) -> tuple[Tensor, ...]:
         """Return the outputs for these tensors, of which some may be None."""
-        if not is_eager(*tensors) or self.refuses(tensors, settings) is not None:
+        kernels = self._kernels(tensors, settings)
+        if kernels is None:
             return self.plain(*tensors, *settings)
         if wants_gradients(*tensors):
-            outputs: tuple[Tensor, ...] = _Eager.apply(self, settings, *tensors)
+            outputs: tuple[Tensor, ...] = _Eager.apply(self, kernels, settings, *tensors)
             return outputs
-        return self.forward(tensors, settings)[: self.outputs]
+        return kernels.forward(tensors, settings)[: self.outputs]
+
+    def _kernels(self, tensors: Tensors, settings: Tensors) -> Kernels | None:
+        if is_eager(*tensors):
+            for kernels in self.kernels:
+                if kernels.refuses(tensors, settings) is None:
+                    return kernels
+        return None
 
 
 class _Eager(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: FusedFunction, settings: Tensors, *tensors: Any) -> tuple[Tensor, ...]:
-        found = function.forward(tensors, settings)
+    def forward(
+        ctx: Any, function: FusedFunction, kernels: Kernels, settings: Tensors, *tensors: Any
+    ) -> tuple[Tensor, ...]:
+        found = kernels.forward(tensors, settings)
         ctx.save_for_backward(*tensors, *(() if function.outputs is None else found[function.outputs :]))
-        ctx.function, ctx.settings = function, settings
+        ctx.function, ctx.kernels, ctx.settings = function, kernels, settings
         ctx.set_materialize_grads(False)
         return found[: function.outputs]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[2:]
+        wanted = ctx.needs_input_grad[3:]
         if all(dy is None for dy in grads):
-            return (None,) * (2 + len(wanted))
+            return (None,) * (3 + len(wanted))
         tensors, kept = ctx.saved_tensors[: len(wanted)], ctx.saved_tensors[len(wanted) :]
         if is_eager_gradient(*grads):
             more = () if ctx.function.outputs is None else (kept,)
-            found = ctx.function.backward(grads, tensors, ctx.settings, *more)
-            return None, None, *(x if wants else None for x, wants in zip(found, wanted, strict=True))
+            found = ctx.kernels.backward(grads, tensors, ctx.settings, *more)
+            return None, None, None, *(x if wants else None for x, wants in zip(found, wanted, strict=True))
         again = torch.is_grad_enabled()
         with torch.enable_grad():
             outputs = ctx.function.plain(*tensors, *ctx.settings)
@@ -73,4 +90,4 @@ class _Eager(torch.autograd.Function):
         inputs = [x for x, wants in zip(tensors, wanted, strict=True) if wants]
         ys, dys = zip(*pairs, strict=True)
         found = iter(torch.autograd.grad(ys, inputs, dys, create_graph=again, allow_unused=True))
-        return None, None, *(next(found) if wants else None for wants in wanted)
+        return None, None, None, *(next(found) if wants else None for wants in wanted)

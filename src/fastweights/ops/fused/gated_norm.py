@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fastweights.common.tables import look_up
 from fastweights.ops.cpu import gated_norm as cpu
-from fastweights.ops.fused.function import FusedFunction
+from fastweights.ops.fused.function import FusedFunction, Kernels
 
 OPENINGS: dict[str | None, Callable[[Tensor], Tensor] | None] = {None: None, "silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -56,4 +56,4 @@ def plain_norm(
     return (y if opens is None or gate is None else y * opens(gate),)
 
 
-_FUNCTION = FusedFunction(plain_norm, cpu.forward, cpu.backward, cpu.refuses)
+_FUNCTION = FusedFunction(plain_norm, Kernels(cpu.forward, cpu.backward, cpu.refuses))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastweights.ops.cpu import products
-from fastweights.ops.fused.function import FusedFunction
+from fastweights.ops.fused.function import FusedFunction, Kernels
 
 Tensors = Sequence[Any]
 
@@ -54,4 +54,4 @@ def _backward(grads: Tensors, tensors: Tensors, settings: Tensors, kept: Tensors
     return dx, dweight, None if bias is None else dy.sum(0)
 
 
-_FUNCTION = FusedFunction(plain_linear, _forward, _backward, _refuses, outputs=1)
+_FUNCTION = FusedFunction(plain_linear, Kernels(_forward, _backward, _refuses), outputs=1)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastweights.ops.cpu import short_convolution as cpu
-from fastweights.ops.fused.function import FusedFunction
+from fastweights.ops.fused.function import FusedFunction, Kernels
 
 
 def short_convolution(
@@ -148,4 +148,4 @@ def _sources(
     return taps, carried_on
 
 
-_FUNCTION = FusedFunction(plain_convolution, cpu.forward, cpu.backward, cpu.refuses)
+_FUNCTION = FusedFunction(plain_convolution, Kernels(cpu.forward, cpu.backward, cpu.refuses))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastweights.common.transforms import refuse_tangent
 from fastweights.ops.cpu.products import outer_product, product
-from fastweights.ops.fused.function import FusedFunction
+from fastweights.ops.fused.function import FusedFunction, Kernels
 from fastweights.ops.losses.adaptive_softmax import Part, parts_of, tiled_nll
 
 Tensors = Sequence[Any]
@@ -90,4 +90,4 @@ def _backward(grads: Tensors, tensors: Tensors, settings: Tensors, kept: Tensors
     return *found, None
 
 
-_FUNCTION = FusedFunction(_plain, _forward, _backward, _refuses, outputs=1)
+_FUNCTION = FusedFunction(_plain, Kernels(_forward, _backward, _refuses), outputs=1)
