@@ -45,7 +45,8 @@ def forward(tensors: Tensors, settings: Tensors) -> tuple[Tensor, Tensor]:
     x, weight, _, _, _, cu_seqlens, _ = tensors
     N = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     y, recent_end = torch.empty(x.shape, dtype=x.dtype), x.new_empty(N, weight.shape[1] - 1, x.shape[2])
-    _call(tensors, settings[0], y=y, recent_end=recent_end)
+    end = _call(tensors, settings[0], y=y, recent_end=recent_end)
+    y[:, end:] = 0
     return y, recent_end
 
 
@@ -57,7 +58,8 @@ def backward(grads: Tensors, tensors: Tensors, settings: Tensors) -> Tensors:
     dy = x.new_zeros(x.shape) if dy is None else dy
     dx, drecent = torch.empty(x.shape, dtype=x.dtype), None if recent is None else recent.new_empty(recent.shape)
     parts = torch.empty(min(N, _PARTS), x.shape[2], taps + 1, dtype=torch.float64)
-    _call(tensors, settings[0], parts, dy=_rows(dy), drecent_end=_rows(drecent_end), dx=dx, drecent=drecent)
+    end = _call(tensors, settings[0], parts, dy=_rows(dy), drecent_end=_rows(drecent_end), dx=dx, drecent=drecent)
+    dx[:, end:] = 0
     dweight, dbias = parts.sum(0).split([taps, 1], 1)
     dbias = None if bias is None else dbias.squeeze(1).to(bias.dtype)
     return dx, dweight.to(weight.dtype), dbias, drecent, None, None, None
@@ -68,12 +70,13 @@ def _rows(x: Tensor | None) -> Any:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-def _call(tensors: Tensors, silu: bool, parts: Tensor | None = None, **views: Tensor | None) -> None:
+def _call(tensors: Tensors, silu: bool, parts: Tensor | None = None, **views: Tensor | None) -> int:
+    """Run the C++, and return where the last sequence ends."""
     x, weight, bias, recent, mask, cu_seqlens, starts = tensors
     x, weight, bias, recent = (_rows(tensor) for tensor in (x, weight, bias, recent))
     mask, starts = (None if marks is None else marks.contiguous() for marks in (mask, starts))
     (B, T, C), taps = x.shape, weight.shape[1]
-    bounds = None if cu_seqlens is None else checked_bounds(cu_seqlens, T)
+    bounds = None if cu_seqlens is None else checked_bounds(cu_seqlens, T, to_the_end=False)
     N = B if bounds is None else len(bounds) - 1
     call = Convolution(B, T, N, C, taps, silu, 0 if parts is None else len(parts))
     if bounds is not None:
@@ -83,3 +86,4 @@ def _call(tensors: Tensors, silu: bool, parts: Tensor | None = None, **views: Te
     for name, tensor in {"x": x, "recent": recent, **views}.items():
         setattr(call, name, View.of(tensor, 2))
     library().fastweights_short_convolution(ctypes.byref(call))
+    return T if bounds is None else bounds[-1]

@@ -31,7 +31,8 @@ def short_convolution(
         recent: (N, taps - 1, C), the last inputs of an earlier segment of each sequence; zeros if None.
         silu: whether y goes through SiLU.
         mask: (B, T), False for padding, which is left out: y is 0 there.
-        cu_seqlens: bounds (N + 1,) of N sequences packed along T with B = 1.
+        cu_seqlens: bounds (N + 1,) of N sequences packed along T with B = 1; y is 0 after the last. They rise from 0 to
+            T or less.
         starts: (B, T), True where a new text begins, which sees no input before that.
 
     Returns:
@@ -76,6 +77,9 @@ def plain_convolution(
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
     recent = x.new_zeros(N, taps - 1, C) if recent is None else recent
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if cu_seqlens is not None:
+        inside = (torch.arange(T, device=x.device) < cu_seqlens[-1]).expand(B, T)
+        mask = inside if mask is None else mask & inside
     with torch.autocast(x.device.type, enabled=False):
         if mask is None and cu_seqlens is None and starts is None:
             longer = torch.cat([recent, x], 1)
@@ -113,7 +117,7 @@ def _sources(
         filled = torch.ones(B, dtype=torch.bool, device=device)
     else:
         bounds, N = cu_seqlens.long(), cu_seqlens.numel() - 1
-        sequence = (torch.searchsorted(bounds, time, right=True) - 1)[None]
+        sequence = (torch.searchsorted(bounds, time, right=True) - 1).clamp(max=N - 1)[None]
         first = bounds[sequence] == time
         ends, filled = (bounds[1:] - 1).clamp(min=0), bounds.diff() > 0
         rows = torch.zeros(N, dtype=torch.long, device=device)
