@@ -19,14 +19,14 @@ def record(monkeypatch, module, *names):
     return calls
 
 
-def fits_hopper(calls, count):
-    """Assert that the recorded launches, `count` of them, compile for an H200 and fit into its shared memory."""
+def fits(calls, count, capability=90):
+    """Assert that the recorded launches, `count` of them, compile for a GPU and fit into its shared memory."""
     from tests.ops.test_triton_aot import SHARED, build
 
     assert len(calls) == count
     for kernel, arguments, options in calls:
         named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
         positional = [named.pop(name) for name in kernel.arg_names]
-        built = build((kernel, positional, {"num_warps": 4, "num_stages": 3, **named}), 90)
-        assert built.metadata.shared <= SHARED[90], kernel.__name__
+        built = build((kernel, positional, {"num_warps": 4, "num_stages": 3, **named}), capability)
+        assert built.metadata.shared <= SHARED[capability], kernel.__name__
         assert "cubin" in built.asm

@@ -8,7 +8,7 @@ from fastweights.ops.gpu.adaptive_softmax import launch
 from fastweights.ops.gpu.adaptive_softmax.operators import nll_and_kept
 from fastweights.ops.gpu.adaptive_softmax.self_check import compare, refuses
 from fastweights.ops.gpu.adaptive_softmax.variants import TABLE, Config, configuration
-from tests.layers.kernels import fits_hopper, record
+from tests.layers.kernels import fits, record
 from tests.ops.interpreted import INTERPRETED, inside, outside
 
 pytest.importorskip("triton")
@@ -177,4 +177,4 @@ def test_compiles_for_hopper(monkeypatch, dtype, d, config):
     weights = tensor(words, d), tensor(words), tensor(3, d), tensor(3)
     _, kept = launch.forward(tensor(N, d, dtype=dtype), weights, tensor(N, dtype=torch.int64), cutoffs, True, config)
     launch.backward(tensor(N), kept, cutoffs, torch.float32, config)
-    fits_hopper(calls, 4)
+    fits(calls, 4)

@@ -1,19 +1,26 @@
 """The layers' kernels on a GPU against float64 there, and a language model's recorded updates against plain ones."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
 from fastweights.benchmarks import lm
+from fastweights.common.cuda_graph import capture_after_warmup
 from fastweights.layers.adaptive import AdaptiveSoftmax
 from fastweights.layers.feedforward import FeedForward
+from fastweights.ops.fused.gated_norm import gated_rms_norm
+from fastweights.ops.fused.short_convolution import short_convolution
 from fastweights.ops.gpu import self_check
 from fastweights.ops.gpu.adaptive_softmax import self_check as adaptive
 from fastweights.ops.gpu.feedforward import self_check as feedforward
+from fastweights.ops.gpu.gated_norm import self_check as gated_norm
 from fastweights.ops.gpu.label_smoothing import self_check as smoothing
 from fastweights.ops.gpu.label_smoothing.launch import BLOCK
 from fastweights.ops.gpu.self_check import LIMITS
+from fastweights.ops.gpu.short_convolution import self_check as convolution
+from fastweights.ops.gpu.short_convolution.self_check import Kind
 from fastweights.ops.losses.label_smoothing import smoothed_nll
 from tests.ops.calls import linear_attention_errors
 
@@ -50,6 +57,50 @@ def test_smoothed_losses(dtype, words):
     assert all(error < LIMITS[dtype] for error in errors.values()), errors
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(Kind(dtype, 4, True, bias=True, recent=True, packed=True, starts=True) for dtype in convolution.DTYPES),
+        Kind(torch.bfloat16, 8, True),
+        Kind(torch.float16, 2, False, recent=True),
+    ],
+    ids=str,
+)
+def test_short_convolution(kind):
+    for T in (1, 77, 1000):
+        errors = convolution.compare(kind, CUDA, 3, T, 300)
+        assert all(error < LIMITS[kind.dtype] for error in errors.values()), (T, errors)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "opening", "M"),
+    [(torch.bfloat16, "silu", 128), (torch.float16, "sigmoid", 100), (torch.float32, None, 1000)],
+    ids=str,
+)
+def test_gated_norm(dtype, opening, M):
+    for tokens in (1, 3000):
+        errors = gated_norm.compare(dtype, opening, CUDA, (2, tokens, 3, M))
+        assert all(error < LIMITS[dtype] for error in errors.values()), (tokens, errors)
+
+
+def test_a_recorded_convolution_takes_other_bounds():
+    """The same bits as in eager calls, twice."""
+    x, weight = torch.randn(1, 500, 96, device=CUDA, requires_grad=True), torch.randn(96, 4, device=CUDA)
+    weight.requires_grad_()
+    recent, dy = torch.randn(4, 3, 96, device=CUDA), torch.randn(1, 500, 96, device=CUDA)
+    bounds = torch.tensor([0, 100, 100, 300, 500], device=CUDA)
+
+    def run(bounds):
+        y, end = short_convolution(x, weight, None, recent, silu=True, cu_seqlens=bounds)
+        return [y, end, *torch.autograd.grad((y * dy).sum() + end.sum(), [x, weight])]
+
+    replay = capture_after_warmup(lambda: run(bounds), CUDA)
+    for other in ([0, 1, 2, 499, 499], [0, 0, 0, 0, 0], [0, 100, 100, 300, 500]):
+        bounds.copy_(torch.tensor(other))
+        again = run(torch.tensor(other, device=CUDA))
+        assert all(torch.equal(a, b) for a, b in zip(replay(), again, strict=True))
+
+
 def adaptive_softmax():
     layer = AdaptiveSoftmax(9000, 64, (500, 1000)).to(CUDA)
     targets = torch.randint(9000, (40,), device=CUDA)
@@ -65,7 +116,22 @@ def label_smoothing():
     return lambda x: sum(smoothed_nll(x, targets, 0.1)), torch.randn(40, 300, device=CUDA)
 
 
-@pytest.mark.parametrize("make", [adaptive_softmax, feed_forward, label_smoothing])
+def convolution_of_texts():
+    weight, recent = torch.randn(24, 4, device=CUDA), torch.randn(2, 3, 24, device=CUDA)
+    starts = torch.arange(40, device=CUDA).expand(2, 40) == 17
+    run = partial(short_convolution, weight=weight, recent=recent, silu=True, starts=starts)
+    return lambda x: torch.cat(run(x), 1), torch.randn(2, 40, 24, device=CUDA)
+
+
+def norm_and_gate():
+    weight = torch.randn(24, device=CUDA)
+    return lambda x: gated_rms_norm(x, weight, x.cos(), "silu"), torch.randn(2, 10, 3, 24, device=CUDA)
+
+
+MAKERS = [adaptive_softmax, feed_forward, label_smoothing, convolution_of_texts, norm_and_gate]
+
+
+@pytest.mark.parametrize("make", MAKERS)
 def test_every_kind_of_derivative(make):
     """By the kernels' own backward pass, and by plain PyTorch where a transform or forward mode is active."""
     run, x = make()
@@ -89,11 +155,11 @@ def test_verdicts_are_kept_on_disk(monkeypatch, tmp_path):
     monkeypatch.setattr(self_check, "_reasons", {})
     self_check._verdicts.cache_clear()
     try:
-        for make in (adaptive_softmax, feed_forward, label_smoothing):
+        for make in MAKERS:
             run, x = make()
             run(x)
         kept = [json.loads(file.read_text())["verdicts"] for file in tmp_path.rglob("*.json")]
-        assert [len(verdicts) for verdicts in kept] == [1, 1, 1]
+        assert [len(verdicts) for verdicts in kept] == [1] * len(MAKERS)
         assert all(errors and failure is None for verdicts in kept for errors, failure in verdicts.values())
     finally:
         self_check._verdicts.cache_clear()

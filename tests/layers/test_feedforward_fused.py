@@ -9,7 +9,7 @@ from fastweights.ops.gpu.feedforward import launch
 from fastweights.ops.gpu.feedforward.launch import TILES
 from fastweights.ops.gpu.feedforward.operators import new_seed, output_and_middle
 from fastweights.ops.gpu.feedforward.self_check import compare, refuses
-from tests.layers.kernels import fits_hopper, record
+from tests.layers.kernels import fits, record
 from tests.ops.interpreted import INTERPRETED, inside, outside
 
 pytest.importorskip("triton")
@@ -130,4 +130,4 @@ def test_compiles_for_hopper(monkeypatch, d):
     bias, seed = torch.empty(F, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
     y, middle = launch.forward(x, w1, bias, w2, seed, 0.1)
     launch.backward(y, x, w1, w2, middle, 0.1)
-    fits_hopper(calls, 2)
+    fits(calls, 2)

@@ -7,6 +7,7 @@ import pytest
 from tests.ops.interpreted import outside, rerun
 
 FILES = ("test_adaptive_fused.py", "test_feedforward_fused.py", "test_smoothed.py", "test_derivatives.py")
+FILES += ("test_fused_kernels.py",)
 
 
 @pytest.mark.slow

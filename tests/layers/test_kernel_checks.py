@@ -10,7 +10,9 @@ from fastweights.layers.feedforward import FeedForward
 from fastweights.ops.gpu import device, self_check
 from fastweights.ops.gpu.adaptive_softmax import self_check as adaptive
 from fastweights.ops.gpu.feedforward import self_check as feedforward
+from fastweights.ops.gpu.gated_norm import self_check as gated_norm
 from fastweights.ops.gpu.label_smoothing import self_check as smoothing
+from fastweights.ops.gpu.short_convolution import self_check as convolution
 from fastweights.ops.losses.label_smoothing import dense_nll, smoothed_nll
 
 CPU = torch.device("cpu")
@@ -18,6 +20,8 @@ CHECKS = {
     "adaptive": adaptive.check_of(torch.bfloat16, torch.float32, 128),
     "feedforward": feedforward.check_of(128, 2048, 0.1),
     "smoothing": smoothing.check_of(torch.bfloat16),
+    "convolution": convolution.check_of(convolution.Kind(torch.bfloat16, 4, True)),
+    "gated norm": gated_norm.check_of(torch.bfloat16, 128, "silu"),
 }
 
 

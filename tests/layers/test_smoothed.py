@@ -7,7 +7,7 @@ from fastweights.ops.gpu.label_smoothing import launch
 from fastweights.ops.gpu.label_smoothing.self_check import compare, refuses
 from fastweights.ops.gpu.self_check import LIMITS
 from fastweights.ops.losses.label_smoothing import dense_nll, smoothed_nll
-from tests.layers.kernels import fits_hopper, record
+from tests.layers.kernels import fits, record
 from tests.ops.interpreted import inside, outside
 
 
@@ -74,4 +74,4 @@ def test_compiles_for_hopper(monkeypatch):
     targets = torch.empty(24_576, dtype=torch.int64, device="meta")
     losses = launch.forward(logits, targets, 0.1)
     launch.backward(losses.smoothed, losses.nll, logits, targets, losses.totals, 0.1)
-    fits_hopper(calls, 2)
+    fits(calls, 2)

@@ -1,4 +1,4 @@
-"""What is read from a memory, divided by its root mean square and gated: in plain PyTorch and, on the CPU, in C++."""
+"""What is read from a memory, divided by its root mean square and gated: in PyTorch, in C++, and in GPU kernels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from fastweights.common.tables import look_up
 from fastweights.ops.cpu import gated_norm as cpu
 from fastweights.ops.fused.function import FusedFunction, Kernels
+from fastweights.ops.gpu.gated_norm import launch
+from fastweights.ops.gpu.gated_norm.self_check import refuses
 
 OPENINGS: dict[str | None, Callable[[Tensor], Tensor] | None] = {None: None, "silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -56,4 +58,8 @@ def plain_norm(
     return (y if opens is None or gate is None else y * opens(gate),)
 
 
-_FUNCTION = FusedFunction(plain_norm, Kernels(cpu.forward, cpu.backward, cpu.refuses))
+_FUNCTION = FusedFunction(
+    plain_norm,
+    Kernels(launch.forward, launch.backward, refuses),
+    Kernels(cpu.forward, cpu.backward, cpu.refuses),
+)

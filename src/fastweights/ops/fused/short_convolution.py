@@ -1,4 +1,4 @@
-"""A short causal convolution of each channel by itself, in plain PyTorch and, on the CPU, in C++."""
+"""A short causal convolution of each channel by itself: in plain PyTorch, in C++ on the CPU, and in GPU kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from fastweights.ops.cpu import short_convolution as cpu
 from fastweights.ops.fused.function import FusedFunction, Kernels
+from fastweights.ops.gpu.short_convolution import launch
+from fastweights.ops.gpu.short_convolution.self_check import refuses
 
 
 def short_convolution(
@@ -32,7 +34,7 @@ def short_convolution(
         silu: whether y goes through SiLU.
         mask: (B, T), False for padding, which is left out: y is 0 there.
         cu_seqlens: bounds (N + 1,) of N sequences packed along T with B = 1; y is 0 after the last. They rise from 0 to
-            T or less.
+            T or less: on a GPU nobody looks.
         starts: (B, T), True where a new text begins, which sees no input before that.
 
     Returns:
@@ -152,4 +154,8 @@ def _sources(
     return taps, carried_on
 
 
-_FUNCTION = FusedFunction(plain_convolution, Kernels(cpu.forward, cpu.backward, cpu.refuses))
+_FUNCTION = FusedFunction(
+    plain_convolution,
+    Kernels(launch.forward, launch.backward, refuses),
+    Kernels(cpu.forward, cpu.backward, cpu.refuses),
+)
