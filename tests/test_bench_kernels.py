@@ -13,10 +13,14 @@ import torch
 import triton
 import typer
 from rich.console import Console
+from triton.runtime.autotuner import Autotuner
 
-from fastweights.benchmarks.kernels import checks, command
+from fastweights.benchmarks.kernels import ahead, checks, command, rivals
+from fastweights.benchmarks.kernels.ahead import Job
 from fastweights.benchmarks.kernels.first_call import first_calls
-from fastweights.benchmarks.kernels.rivals import RIVALS, SeparateProcess, make_rivals
+from fastweights.benchmarks.kernels.rivals import RIVALS, rivals_of
+from fastweights.benchmarks.kernels.rows import ROWS, Row, _sample, floor_ms
+from fastweights.benchmarks.kernels.separate import SeparateProcess
 from fastweights.commands import info
 from fastweights.common import provenance
 from fastweights.ops.backends import BACKENDS
@@ -49,14 +53,16 @@ def test_what_fails_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch, caps
     monkeypatch.setattr(command, "bandwidth", lambda: 4e12)
     monkeypatch.setattr(checks, "check_kinds", lambda kinds, workers: {})
     first = {"part": "first call", "name": "paper small", "checked": {"first_s": 1.5}}
-    monkeypatch.setattr(command, "first_calls", lambda shapes, dtype: iter([first]))
+    monkeypatch.setattr(command, "first_calls", lambda names, dtype: iter([first]))
     out = tmp_path / "kernels.json"
     with pytest.raises(typer.Exit) as failed:
         command.run(out, rivals="sdpa")
     assert failed.value.exit_code == 1
     rows = json.loads(out.read_text())["rows"]
     parts = Counter(row["part"] for row in rows)
-    assert parts == {"machine": 1, "graph": 2, "first call": 1, "shape": 10, "features": 12, "layer": 4, "decode": 2}
+    shapes = sum(len(row.dtypes) for row in ROWS.values())
+    expected = {"machine": 1, "graph": 2, "first call": 1, "shape": shapes, "features": 12, "layer": 4, "decode": 2}
+    assert parts == expected
     for row in rows:
         if row["part"] == "shape":
             assert set(row["measured"]) == {"fastweights"} | ({"sdpa"} if row["dtype"] == "bfloat16" else set())
@@ -69,8 +75,11 @@ def test_what_fails_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch, caps
 
 def test_floor_counts_every_byte_once():
     tokens = 96 * 256 * 8
-    floor = command.floor_ms((96, 256, 8, 16, 16), torch.bfloat16, 1e12)
-    assert math.isclose(floor, 1e3 * tokens * (2 * (4 * 16 + 4 * 16 + 3 * 16) + 12) / 1e12)
+    shape, beta = (96, 256, 8, 16, 16), 12
+    floor = floor_ms(Row(shape), torch.bfloat16, 1e12)
+    assert math.isclose(floor, 1e3 * tokens * (2 * (4 * 16 + 4 * 16 + 3 * 16) + beta) / 1e12)
+    fading = Row(shape, rule="gated_delta", per_key=True)
+    assert math.isclose(floor_ms(fading, torch.bfloat16, 1e12) - floor, 1e3 * tokens * 12 * 16 / 1e12)
 
 
 def test_the_table_shows_what_failed_and_what_did_not():
@@ -85,13 +94,85 @@ def test_the_table_shows_what_failed_and_what_did_not():
     assert "5.0" in text
 
 
-def test_rivals_are_those_that_can_take_the_shape():
-    def names(shape, dtype):
-        return [name for name, _ in make_rivals(shape, dtype, RIVALS)]
+def names(row, dtype="bfloat16"):
+    return [rival.name for rival in rivals_of(row, dtype, RIVALS)]
 
-    assert names((1, 4, 1, 8, 4), "float32") == ["fastweights", "chunked", "chunked, compiled"]
-    assert names((1, 4, 1, 8, 4), "bfloat16") == ["fastweights", "chunked", "chunked, compiled", "sdpa"]
-    assert "chunked, compiled" not in names((1, 4096, 1, 8, 4), "bfloat16")
+
+def test_rivals_are_those_that_can_take_the_row():
+    assert names(Row((1, 4, 1, 8, 4)), "float32") == ["chunked", "chunked, compiled"]
+    assert names(Row((1, 4, 1, 8, 4))) == ["chunked", "chunked, compiled", "sdpa"]
+    assert "chunked, compiled" not in names(Row((1, 4096, 1, 8, 4)))
+
+
+def test_rivals_that_are_installed_take_the_rows_that_they_have_functions_for(monkeypatch):
+    monkeypatch.setattr(rivals, "has", lambda package: True)
+    found = {name: set(names(row)) - {"chunked", "chunked, compiled", "sdpa"} for name, row in ROWS.items()}
+    assert found["paper small"] == {"fla chunk", "fla recurrent"}
+    assert found["small, DPFP-1"] == set()
+    assert found["gated delta, 4k, 32 heads of 128"] == {"fla chunk", "flashqla"}
+    assert found["gated delta, 1k, heads of 64"] == {"fla chunk"}
+    assert found["gated delta per key, 4k, 32 heads of 128"] == {"fla chunk", "fla chunk, only Triton"}
+    assert found["decay per key, 2k, heads of 64"] == {"fla chunk"}
+    assert found["decay, 2k, heads of 128 and 256"] == {"fla chunk", "fla fused chunk"}
+
+
+def test_what_is_compared_has_both_ends_of_heads_and_sequences():
+    x = torch.arange(7 * 3 * 9).view(7, 3, 9)
+    assert torch.equal(_sample(x)[::3, :, ::3], x[::6, :, ::8])
+    assert _sample(x).shape == (4, 3, 4)
+    assert torch.equal(_sample(x[:1, :, :2]), x[:1, :, :2])
+
+
+def test_a_row_that_ours_refuse_is_not_wrong():
+    refused = command._verdict({"failure": "ValueError: backend 'triton' cannot run this call: why"}, "bfloat16")
+    assert refused == {"refused": "ValueError: backend 'triton' cannot run this call: why"}
+    assert command._verdict({"errors": {"y": 2e-3, "dq": 3e-3}}, "bfloat16")["right"]
+    assert not command._verdict({"errors": {"y": 2e-3, "dq": 3e-2}}, "bfloat16")["right"]
+    assert not command._verdict({"errors": {"y": 2e-3}, "backward_failure": "RuntimeError"}, "bfloat16")["right"]
+    assert not command._verdict({"failure": "AcceleratorError: illegal memory access"}, "bfloat16")["right"]
+
+
+def test_a_line_says_errors_before_times_and_what_has_no_backward():
+    line = command._said({"forward_graph_ms": 0.25, "both_failure": "RuntimeError: why", "errors": {"y": 2e-3}})
+    assert line == "off by y 2e-03; forward 0.250 ms graph; both_failure: RuntimeError: why"
+
+
+def test_rows_are_chosen_by_parts_of_their_names(capsys):
+    assert command._chosen(["2k, heads of 64", "images"], False) == ["2k, heads of 64", "delta, images, heads of 64"]
+    assert command._chosen([], True) == list(command.QUICK)
+    with pytest.raises(typer.Exit):
+        command.run(rows=["no such row"])
+    assert "no row has no such row in its name" in capsys.readouterr().err
+    with pytest.raises(typer.Exit):
+        command.run(parts=["check"])
+    assert "did you mean 'checks'" in capsys.readouterr().err
+
+
+def test_processes_that_compile_ahead_share_the_configurations(monkeypatch):
+    ran = []
+    monkeypatch.setattr(Autotuner, "_bench", lambda self, config: ran.append(config))
+    judge = Autotuner._bench
+    configs = [triton.Config({}, num_warps=2**i) for i in range(5)]
+    tuned = triton.autotune(configs, key=[])(_kernel)
+    for part in range(3):
+        monkeypatch.setattr(Autotuner, "_bench", judge)
+        ahead.compile_share(part, 3)
+        passed = [config for config in configs if tuned._bench(config=config) == [float("inf")] * 3]
+        assert len(passed) == len(configs) - len(configs[part::3])
+    assert sorted(config.num_warps for config in ran) == [config.num_warps for config in configs]
+    assert tuned.do_bench(lambda: None, quantiles=()) == [0.0] * 3
+
+
+@without_gpu
+def test_what_fails_or_takes_too_long_ahead_is_reported():
+    jobs = [Job("paper small", "bfloat16", "fastweights", part, 2) for part in range(2)]
+    results = dict(ahead.compile_ahead(jobs[:1], 1))
+    assert results[jobs[0]]["failure"]
+    late = dict(ahead.compile_ahead(jobs, 2, limit_s=0))
+    assert late == {job: {"failure": "it took more than 0 s"} for job in jobs}
+    found = ahead.summary([{"seconds": 2.0}, {"seconds": 3.0, "failure": "Error"}, *late.values()])
+    assert (found["processes"], found["together_s"], found["longest_s"]) == (4, 5.0, 3.0)
+    assert found["failure"] == "Error; it took more than 0 s"
 
 
 def test_every_row_is_checked_with_every_rule():
@@ -155,8 +236,8 @@ def test_what_crashes_or_hangs_in_a_separate_process_is_recorded_and_the_next_ru
 
 @without_gpu
 def test_first_calls_that_fail_say_why():
-    (row,) = first_calls({"tiny": (1, 4, 1, 8, 8)}, "bfloat16")
-    assert row["name"] == "tiny"
+    (row,) = first_calls(["paper small"], "bfloat16")
+    assert row["name"] == "paper small"
     assert all(row[way]["failure"] for way in ("checked", "from disk", "unchecked"))
     assert "checked failed: " in command._seconds(row)
     assert command._seconds({"name": "x", "checked": {"first_s": 1.234}}) == "checked 1.23 s"

@@ -20,7 +20,7 @@ def measure(make: Callable[[], tuple[Forward, Any]], budget_ms: float) -> dict[s
     """Return the median ms of forward and forward + backward, eager and as a graph, and bytes beside the inputs.
 
     `first_call_s` is the time of the first call in this process, with whatever was compiled before; `first_call.py`
-    starts with empty caches.
+    starts with empty caches. Where there is no backward pass, `both_failure` says so.
     """
     forward, leaves = make()
     start = time.perf_counter()
@@ -33,15 +33,19 @@ def measure(make: Callable[[], tuple[Forward, Any]], budget_ms: float) -> dict[s
         with torch.no_grad():
             forward()
 
-    both()
-    torch.cuda.synchronize()
-    result: dict[str, Any] = {"first_call_s": time.perf_counter() - start}
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    both()
-    torch.cuda.synchronize()
-    result["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-    return result | eager_and_graph({"forward": inference, "both": both}, budget_ms)
+    result: dict[str, Any] = {}
+    steps: dict[str, Callable[[], object]] = {"forward": inference}
+    with failure_noted(result, "both_failure"):
+        both()
+        torch.cuda.synchronize()
+        result["first_call_s"] = time.perf_counter() - start
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        both()
+        torch.cuda.synchronize()
+        result["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+        steps["both"] = both
+    return result | eager_and_graph(steps, budget_ms)
 
 
 def eager_and_graph(steps: dict[str, Callable[[], object]], budget_ms: float) -> dict[str, Any]:

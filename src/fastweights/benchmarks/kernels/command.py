@@ -1,96 +1,106 @@
-"""`fastweights bench kernels`: is the delta rule right on this GPU, and how fast is it next to its rivals?
+"""`fastweights bench kernels`: are the rules right on this GPU, and how fast are they next to their rivals?
 
-Everything is compared with float64 first: every configuration with every rule, then each shape. Then each rival is
-timed in the same run, eager and as a CUDA graph. A rival that fails is recorded as such; fla, which may take the GPU's
-context with it, runs in a process of its own while this one waits.
+Everything is compared with float64 first: every configuration with every rule, then each row. Then each rival is
+timed in the same run, eager and as a CUDA graph. A rival that fails is recorded as such; fla and FlashQLA, which may
+take the GPU's context with them, run in a process of their own while this one waits.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from fastweights.benchmarks.kernels import checks, layers
+from fastweights.benchmarks.kernels.ahead import Job, compile_ahead, summary
 from fastweights.benchmarks.kernels.first_call import first_calls
-from fastweights.benchmarks.kernels.rivals import (
-    DTYPES,
-    SEED,
-    SeparateProcess,
-    Shape,
-    delta_rule,
-    has_fla,
-    inputs,
-    make_rivals,
-    measure_rival,
-)
+from fastweights.benchmarks.kernels.rivals import RIVALS, has, judge_and_time, measure_rival, ours, rivals_of
+from fastweights.benchmarks.kernels.rows import DTYPES, LIMITS, ROWS, SEED, floor_ms
+from fastweights.benchmarks.kernels.separate import COMPILING_LIMIT_S, LIMIT_S, SeparateProcess
 from fastweights.benchmarks.record import Out, Record
-from fastweights.benchmarks.timing import attempt, bandwidth, failure_noted, measure
-from fastweights.commands.options import AsJson, option
+from fastweights.benchmarks.timing import attempt, bandwidth, failure_noted
+from fastweights.commands.options import AsJson, chosen_names, input_errors, option
 from fastweights.common.provenance import installed
+from fastweights.common.tables import look_up
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.features import Features
-from fastweights.ops.gpu.self_check import relative_errors
 
-SHAPES: dict[str, Shape] = {  # B, T, H, D, M
-    "paper small": (96, 256, 8, 16, 16),
-    "paper medium": (56, 384, 8, 32, 32),
-    "small, DPFP-1": (96, 256, 8, 32, 16),
-    "2k, heads of 64": (8, 2048, 16, 64, 64),
-    "2k, heads of 128": (8, 2048, 16, 128, 128),
-    "32k, heads of 64": (1, 32768, 16, 64, 64),
-    "32k, heads of 128": (1, 32768, 16, 128, 128),
-}
 QUICK = ("paper small", "2k, heads of 64")
 # Where first calls are timed from nothing.
-COLD = ("paper small", "paper medium", "2k, heads of 64")
-LIMITS = {"bfloat16": 1e-2, "float32": 1e-5}
+COLD = (*QUICK, "paper medium", "gated delta, 4k, 32 heads of 128", "gated delta per key, 4k, 32 heads of 128")
+PARTS = ("checks", "first calls", "rows", "layers")
+PACKAGES = ("triton", "fla-core", "flash-qla", "tilelang")
+
+Ahead = dict[tuple[str, str, str], dict[str, Any]]
 
 
-def check(shape: Shape, dtype: torch.dtype, backend: str) -> dict[str, float]:
-    """Return relative errors of output and gradients against float64, with the heads of `shape` and fewer tokens."""
-    B, _, H, D, M = shape
-    # Few walks go another way, and only when they are long.
-    tensors = inputs((min(B, 16), 300 if B > 1 else 2300, H, D, M), dtype)
-    dy = torch.randn(tensors[2].shape, device="cuda", generator=torch.Generator("cuda").manual_seed(SEED + 1))
-
-    def everything(backend: str, wide: bool) -> list[Tensor]:
-        leaves = [(x.double() if wide else x).detach().requires_grad_() for x in tensors]
-        y = delta_rule(backend, *leaves)
-        return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
-
-    return relative_errors(("y", "dq", "dk", "dv", "dbeta"), everything(backend, False), everything("chunked", True))
-
-
-def floor_ms(shape: Shape, dtype: torch.dtype, bytes_per_s: float) -> float:
-    """Return the time it takes to read every input and write every output once, forward and backward."""
-    B, T, H, D, M = shape
-    # q, k, v in, y out; then q, k, v, dy in, dq, dk, dv out; and beta three times.
-    return 1e3 * B * T * H * ((6 * D + 5 * M) * dtype.itemsize + 3 * 4) / bytes_per_s
+def _begun(name: str, dtype: str, bytes_per_s: float) -> dict[str, Any]:
+    """Return what is known of a row before it is measured."""
+    row = ROWS[name]
+    case = {"part": "shape", "name": name, "rule": row.rule, "per_key": row.per_key, "shape": list(row.shape)}
+    return case | {"dtype": dtype, "floor_ms": floor_ms(row, DTYPES[dtype], bytes_per_s), "measured": {}}
 
 
 def _case(
-    name: str, dtype: str, which: tuple[str, ...], budget_ms: float, bytes_per_s: float, separate: SeparateProcess
-) -> dict[str, Any]:
-    """Measure one shape in one dtype: errors first, then everybody's times."""
-    shape = SHAPES[name]
-    case: dict[str, Any] = {"name": name, "shape": list(shape), "dtype": dtype, "measured": {}}
-    case |= {"floor_ms": floor_ms(shape, DTYPES[dtype], bytes_per_s), "right": False}
-    with failure_noted(case):
-        case["errors"] = check(shape, DTYPES[dtype], "triton")
-        case["right"] = all(error <= LIMITS[dtype] for error in case["errors"].values())
-    for rival, make in make_rivals(shape, dtype, which):
-        if rival.startswith("fla"):
-            case["measured"][rival] = separate(measure_rival, shape, dtype, rival, budget_ms)
+    name: str, dtype: str, which: tuple[str, ...], budget_ms: float, ahead: Ahead, separate: SeparateProcess
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what was found for ours and for each rival, errors and times, by name."""
+    row = ROWS[name]
+    yield "fastweights", attempt(judge_and_time, row, dtype, ours(row), budget_ms)
+    for rival in rivals_of(row, dtype, which):
+        if rival.processes:
+            found = separate(measure_rival, row, dtype, rival.name, budget_ms)
+            compiled = ahead.get((name, dtype, rival.name))
+            yield rival.name, found | ({} if compiled is None else {"ahead": compiled})
         else:
-            case["measured"][rival] = attempt(measure, make, budget_ms)
-    return case
+            yield rival.name, attempt(judge_and_time, row, dtype, rival, budget_ms)
+
+
+def _verdict(found: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return whether ours are right, or why they refuse the row, which is not wrong."""
+    failure = found.get("failure", "")
+    if failure.startswith("ValueError"):
+        return {"refused": failure}
+    errors = found.get("errors", {})
+    right = bool(errors) and "backward_failure" not in found and max(errors.values()) <= LIMITS[dtype]
+    return {"errors": errors, "right": right} | ({"failure": failure} if failure else {})
+
+
+def _said(found: dict[str, Any]) -> str:
+    """Return what was found for one way to compute a row, in a line: errors, then times."""
+    if "failure" in found:
+        return f"failed: {found['failure']}"
+    errors = ", ".join(f"{name} {error:.0e}" for name, error in found.get("errors", {}).items())
+    times = [
+        f"{label} {found[f'{step}_{mode}_ms']:.3f} ms {mode}"
+        for step, label in (("forward", "forward"), ("both", "with backward"))
+        for mode in ("graph", "eager")
+        if f"{step}_{mode}_ms" in found
+    ]
+    failures = [f"{key}: {found[key]}" for key in found if key.endswith("_failure")]
+    return "; ".join(filter(None, (f"off by {errors}" if errors else "", ", ".join(times), *failures)))
+
+
+def _compile_ahead(console: Console, cases: Sequence[tuple[str, str]], which: tuple[str, ...], processes: int) -> Ahead:
+    """Let processes compile what the rows need; return what that took, by row, dtype and rival."""
+    jobs = [
+        Job(name, dtype, rival.name, part, rival.processes)
+        for name, dtype in cases
+        for rival in (ours(ROWS[name]), *rivals_of(ROWS[name], dtype, which))
+        for part in range(rival.processes)
+    ]
+    # FlashQLA's compiler is the slowest, and the more parts there are, the longer each takes.
+    jobs.sort(key=lambda job: (job.rival != "flashqla", -job.parts))
+    console.print(f"compiling ahead: {len(jobs)} shares by {processes} processes", style="dim")
+    results: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for job, result in compile_ahead(jobs, processes):
+        console.print(f"compiled {', '.join(map(str, job))}: {result}", style="dim", markup=False)
+        results.setdefault(job[:3], []).append(result)
+    return {key: summary(found) for key, found in results.items()}
 
 
 def _mebibytes(measured: dict[str, Any]) -> str:
@@ -100,9 +110,9 @@ def _mebibytes(measured: dict[str, Any]) -> str:
 def _table(cases: list[dict[str, Any]]) -> Table:
     """Show ours, the quickest rival, and their ratio, in eager mode and as graphs."""
     table = Table(
-        *("shape", "dtype", "error", "forward graph", "f+b eager", "f+b graph", "x floor", "MiB", "fla MiB"),
+        *("row", "dtype", "error", "forward graph", "f+b eager", "f+b graph", "x floor", "MiB", "rival's MiB"),
         *("best rival eager", "best rival graph", "faster eager", "faster graph"),
-        title="delta rule, ms",
+        title="forward and backward, ms",
     )
     for case in cases:
         ours = case["measured"]["fastweights"]
@@ -113,9 +123,9 @@ def _table(cases: list[dict[str, Any]]) -> Table:
             best[mode] = min(times.items(), key=lambda item: item[1]) if times else ("-", float("nan"))
         eager, graph = (ours.get(f"both_{mode}_ms", float("nan")) for mode in ("eager", "graph"))
         table.add_row(
-            *(case["name"], case["dtype"], f"{max(case.get('errors', {'': float('nan')}).values()):.0e}"),
+            *(case["name"], case["dtype"], f"{max(case.get('errors', {}).values(), default=float('nan')):.0e}"),
             *(f"{ours.get('forward_graph_ms', float('nan')):.4f}", f"{eager:.4f}", f"{graph:.4f}"),
-            *(f"{graph / case['floor_ms']:.1f}", _mebibytes(ours), _mebibytes(others.get("fla chunk", {}))),
+            *(f"{graph / case['floor_ms']:.1f}", _mebibytes(ours), _mebibytes(others.get(best["graph"][0], {}))),
             *(f"{best[mode][1]:.3f} {best[mode][0]}" for mode in ("eager", "graph")),
             *(f"{best['eager'][1] / eager:.1f} x", f"{best['graph'][1] / graph:.1f} x"),
         )
@@ -145,7 +155,7 @@ def _in_layers(budget_ms: float, which: tuple[str, ...], separate: SeparateProce
         row = {"part": "decode", "batch": batch, "measured": {}}
         with failure_noted(row):
             row["measured"] |= layers.decode(batch, budget_ms)
-        if "fla" in which and has_fla():
+        if "fla" in which and has("fla"):
             row["measured"]["fla recurrent"] = separate(layers.decode_fla, batch, budget_ms)
         yield row
 
@@ -163,11 +173,15 @@ def _checks(console: Console, quick: bool) -> Iterator[dict[str, Any]]:
         yield row | attempt(checks.layer_in_a_graph, **options)
 
 
-def _cases(quick: bool) -> Iterator[tuple[str, str]]:
-    """Yield names and dtypes of the shapes; the paper trained in float32, at the longer ones nobody does."""
-    for name in QUICK if quick else SHAPES:
-        for dtype in DTYPES if SHAPES[name][1] < 2048 else ("bfloat16",):
-            yield name, dtype
+def _chosen(rows: Sequence[str], quick: bool) -> list[str]:
+    """Return the rows of these names, or with one of these in their names; all rows, if nothing is given."""
+    parts = [part for part in rows if part not in ROWS]
+    names = [
+        name for name in (QUICK if quick else ROWS) if not rows or name in rows or any(part in name for part in parts)
+    ]
+    if not names:
+        raise ValueError(f"no row has {' or '.join(rows)} in its name; there are: {'; '.join(ROWS)}")
+    return names
 
 
 def _seconds(row: dict[str, Any]) -> str:
@@ -180,41 +194,67 @@ def _seconds(row: dict[str, Any]) -> str:
 
 def run(
     out: Out = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Measure two shapes only.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure two rows and check few kernels only.")] = False,
     rivals: Annotated[
-        str, option("Rivals, from sdpa, chunked and fla; fla first tunes itself for a minute.")
+        str, option(f"Rivals, from {', '.join(RIVALS)}; fla first tunes itself for a minute.")
     ] = "sdpa,chunked",
+    rows: Annotated[
+        list[str] | None,
+        typer.Option("--row", help="Measure the row of this name, or those with this in their names; repeatable."),
+    ] = None,
+    parts: Annotated[
+        list[str] | None, typer.Option("--part", help=f"Do only this, of {', '.join(PARTS)}; may be repeated.")
+    ] = None,
+    ahead: Annotated[
+        int, typer.Option(min=0, help="Processes that compile everything before anything is timed; 0: at first calls.")
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Check the GPU kernels against float64, then time them beside their rivals."""
-    record, which = Record("kernels", "cuda", SEED, out, as_json), tuple(rivals.split(","))
+    with input_errors():
+        which, names = tuple(chosen_names(dict.fromkeys(RIVALS), rivals, "rival")), _chosen(rows or [], quick)
+        for part in parts or []:
+            look_up(dict.fromkeys(PARTS), part, "part")
+    wanted = parts or (("checks", "rows") if quick else PARTS)
+    record = Record("kernels", "cuda", SEED, out, as_json)
     console = record.console
     if reason := BACKENDS["triton"].unavailable():
         console.print(f"nothing to measure: {reason}")
         raise typer.Exit(1)
     bytes_per_s = bandwidth()
-    record.add({"part": "machine", "bandwidth_bytes_per_s": bytes_per_s, **installed("triton", "fla-core")})
-    separate = SeparateProcess()
-    cases = []
+    record.add({"part": "machine", "bandwidth_bytes_per_s": bytes_per_s, **installed(*PACKAGES)})
+    separate = SeparateProcess(LIMIT_S if ahead else COMPILING_LIMIT_S)
+    pairs = [(name, dtype) for name in names for dtype in ROWS[name].dtypes if "rows" in wanted]
+    cases: list[dict[str, Any]] = []
     budget_ms = 20 if quick else 60
     try:
-        if "fla" in which:
-            separate.begin()
-        record.add(*_checks(console, quick))
-        for row in () if quick else first_calls({name: SHAPES[name] for name in COLD}, "bfloat16"):
-            console.print(f"first call of {row['name']}: {_seconds(row)}")
+        if "checks" in wanted:
+            record.add(*_checks(console, quick))
+        cold = [name for name in COLD if name in names]
+        for row in first_calls(cold, "bfloat16") if "first calls" in wanted and cold else ():
+            console.print(f"first call of {row['name']}: {_seconds(row)}", markup=False)
             record.add(row)
-        for name, dtype in _cases(quick):
-            console.print(f"measuring {name}, {dtype}", style="dim")
-            cases.append(_case(name, dtype, which, budget_ms, bytes_per_s, separate))
-            record.add({"part": "shape", **cases[-1]})
-        for row in () if quick else _in_layers(budget_ms, which, separate):
+        compiled = _compile_ahead(console, pairs, which, ahead) if ahead and pairs else {}
+        if {"fla", "flashqla"} & set(which):
+            separate.begin()
+        for name, dtype in pairs:
+            cases.append(_begun(name, dtype, bytes_per_s))
+            record.add(cases[-1])
+            console.print(f"{name}, {dtype}:")
+            for who, found in _case(name, dtype, which, budget_ms, compiled, separate):
+                console.print(f"  {who}: {_said(found)}", highlight=False, markup=False)
+                cases[-1]["measured"][who] = found
+                if who == "fastweights":
+                    cases[-1] |= _verdict(found, dtype)
+                record.add()
+        for row in _in_layers(budget_ms, which, separate) if "layers" in wanted else ():
             console.print(f"measured {row['part']} {row.get('name', '')}", style="dim")
             record.add(row)
     finally:
         separate.close()
     wrong = [row for row in record.rows if row.get("right") is False]
-    found = (f"WRONG: {row['name']}: {row.get('failure') or row.get('errors') or row.get('error')}" for row in wrong)
-    record.finish(_table(cases), *found)
+    lines = [f"WRONG: {row['name']}: {row.get('failure') or row.get('errors') or row.get('error')}" for row in wrong]
+    lines += [f"refused: {case['name']}: {case['refused']}" for case in cases if "refused" in case]
+    record.finish(_table(cases), *lines)
     if wrong:
         raise typer.Exit(1)

@@ -13,12 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from fastweights.benchmarks.kernels.rivals import DTYPES, Shape, delta_rule, inputs
+from fastweights.benchmarks.kernels.rows import DTYPES, ROWS, inputs_of, memory
 from fastweights.benchmarks.timing import in_one_line
 from fastweights.ops.gpu.self_check import ENVIRONMENT
 
@@ -29,24 +29,22 @@ SLOW_LIMIT_S = 180.0
 WAYS: dict[str, dict[str, str]] = {"checked": {}, "unchecked": {ENVIRONMENT: "0"}}
 
 
-def first_calls(shapes: dict[str, Shape], dtype: str) -> Iterator[dict[str, Any]]:
-    """Time a forward and backward pass at each shape: with the self-check, again from its caches, and without it."""
+def first_calls(names: Sequence[str], dtype: str) -> Iterator[dict[str, Any]]:
+    """Time a forward and backward pass of each row: with the self-check, again from its caches, and without it."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         bytecode = f"{folder}/bytecode"
-        before = _launch(next(iter(shapes.values())), dtype, f"{folder}/before", bytecode, {})
+        before = _launch(names[0], dtype, f"{folder}/before", bytecode, {})
         try:
             made = _let_call(before, SLOW_LIMIT_S)
         finally:
             before.kill()
             before.wait()
         waiting = [
-            (name, way, _launch(shape, dtype, f"{folder}/{index}-{cache}", bytecode, WAYS.get(way, {})))
-            for index, (name, shape) in enumerate(shapes.items())
+            (name, way, _launch(name, dtype, f"{folder}/{index}-{cache}", bytecode, WAYS.get(way, {})))
+            for index, name in enumerate(names)
             for way, cache in (("checked", "checked"), ("from disk", "checked"), ("unchecked", "unchecked"))
         ]
-        rows: dict[str, dict[str, Any]] = {
-            name: {"part": "first call", "name": name, "dtype": dtype} for name in shapes
-        }
+        rows: dict[str, dict[str, Any]] = {name: {"part": "first call", "name": name, "dtype": dtype} for name in names}
         try:
             for _, _, process in waiting:
                 assert process.stdout is not None
@@ -61,10 +59,10 @@ def first_calls(shapes: dict[str, Shape], dtype: str) -> Iterator[dict[str, Any]
         yield from rows.values()
 
 
-def _launch(shape: Shape, dtype: str, cache: str, bytecode: str, more: dict[str, str]) -> subprocess.Popen[str]:
+def _launch(name: str, dtype: str, cache: str, bytecode: str, more: dict[str, str]) -> subprocess.Popen[str]:
     environment = {**os.environ, "TRITON_CACHE_DIR": f"{cache}/triton", "XDG_CACHE_HOME": f"{cache}/home", **more}
     environment |= {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}
-    command = [sys.executable, "-m", "fastweights.benchmarks.kernels.first_call", dtype, *map(str, shape)]
+    command = [sys.executable, "-m", "fastweights.benchmarks.kernels.first_call", name, dtype]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
@@ -81,9 +79,10 @@ def _let_call(process: subprocess.Popen[str], limit_s: float) -> dict[str, Any]:
         return {"failure": in_one_line(error)}
 
 
-def _call(dtype: str, shape: Shape) -> None:
+def _call(name: str, dtype: str) -> None:
     """Wait for a line on stdin, then time the first call and the second, in a process of its own."""
-    leaves = [x.requires_grad_() for x in inputs(shape, DTYPES[dtype])]
+    row = ROWS[name]
+    leaves = inputs_of(row, DTYPES[dtype])
     dy = torch.randn_like(leaves[2])
     torch.cuda.synchronize()
     print("ready", flush=True)
@@ -92,12 +91,11 @@ def _call(dtype: str, shape: Shape) -> None:
     for _ in range(2):
         start = time.perf_counter()
         # Of a number, as in training: the gradient of a tensor imports PyTorch's symbolic shapes first.
-        torch.autograd.grad((delta_rule("triton", *leaves) * dy).sum(), leaves)
+        torch.autograd.grad((memory(row, "triton")(*leaves) * dy).sum(), leaves)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     print(json.dumps({"first_s": seconds[0], "second_s": seconds[1]}))
 
 
 if __name__ == "__main__":
-    B, T, H, D, M = map(int, sys.argv[2:])
-    _call(sys.argv[1], (B, T, H, D, M))
+    _call(*sys.argv[1:])

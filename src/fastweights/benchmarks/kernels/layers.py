@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fastweights as fw
-from fastweights.benchmarks.kernels.rivals import Shape, inputs
+from fastweights.benchmarks.kernels.rows import Shape, inputs
 from fastweights.benchmarks.timing import Forward, eager_and_graph, failure_noted, measure
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.self_check import relative_errors

@@ -1,157 +1,190 @@
-"""The rivals that `bench kernels` times, and a separate process for those that may take the GPU down."""
+"""The rivals that `bench kernels` times: which of them take a row, and how they are called and measured."""
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import fastweights as fw
-from fastweights.benchmarks.timing import Forward, in_one_line, measure
+from fastweights.benchmarks.kernels.rows import DTYPES, Row, errors, inputs_of, memory
+from fastweights.benchmarks.timing import Forward, measure
 
-Shape = tuple[int, int, int, int, int]
-
-RIVALS = ("sdpa", "chunked", "fla")
-SEED = 0
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# The time limit of a measurement in a separate process, tuning included.
-LIMIT_S = 90.0
+RIVALS = ("sdpa", "chunked", "fla", "flashqla")
 
 
-def inputs(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q, keys of length 1, v, and beta in float32."""
-    B, T, H, D, M = shape
-    generator = torch.Generator("cuda").manual_seed(SEED)
-    q, k, v = (torch.randn(B, T, H, n, device="cuda", generator=generator) for n in (D, D, M))
-    k = torch.nn.functional.normalize(k, dim=-1)
-    beta = torch.rand(B, T, H, device="cuda", generator=generator)
-    return q.to(dtype), k.to(dtype), v.to(dtype), beta
+@dataclass(frozen=True)
+class Rival:
+    """Somebody else's way to compute a row, or a way of ours that is no kernel.
+
+    Attributes:
+        name: for the table.
+        group: the name that `--rivals` has for it.
+        function: of q, k, v and gates.
+        environment: variables that are set while it runs.
+        processes: that compile for it ahead of the measurement; 0 for what runs in the process of the benchmark.
+        rounds_beta: whether it is given beta in the dtype of q.
+        computes_the_row: whether its result is that of the row, and can be compared with float64.
+    """
+
+    name: str
+    group: str
+    function: Callable[..., Tensor]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    processes: int = 0
+    rounds_beta: bool = False
+    computes_the_row: bool = True
+
+    def leaves(self, row: Row, dtype: str) -> list[Tensor]:
+        """Return q, k, v and gates as it takes them."""
+        leaves = inputs_of(row, DTYPES[dtype])
+        if self.rounds_beta and "beta" in row.gates:
+            leaves[3] = leaves[3].detach().to(leaves[0].dtype).requires_grad_()
+        return leaves
 
 
-def delta_rule(backend: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-    """Run the delta rule with that backend of the library."""
-    return fw.fast_weight_memory(q, k, v, beta=beta, backend=backend)[0]
+# Modules and functions of fla by rule and whether decays are per key channel. A recurrent one walks token by token.
+FLA: dict[tuple[str, bool], tuple[str, dict[str, str]]] = {
+    ("delta", False): (
+        "fla.ops.delta_rule",
+        {"fla chunk": "chunk_delta_rule", "fla recurrent": "fused_recurrent_delta_rule"},
+    ),
+    ("gated_delta", False): ("fla.ops.gated_delta_rule", {"fla chunk": "chunk_gated_delta_rule"}),
+    ("gated_delta", True): ("fla.ops.kda", {"fla chunk": "chunk_kda"}),
+    ("decay", False): (
+        "fla.ops.simple_gla",
+        {"fla chunk": "chunk_simple_gla", "fla fused chunk": "fused_chunk_simple_gla"},
+    ),
+    ("decay", True): ("fla.ops.gla", {"fla chunk": "chunk_gla"}),
+}
+# So many configurations of fla's kernels are compiled that one process would take minutes.
+COMPILING = {"chunk_kda": 4, "chunk_gla": 5, "chunk_simple_gla": 3, "chunk_delta_rule": 2, "chunk_gated_delta_rule": 2}
+# Where there is FlashQLA or TileLang, fla calls them: FlashQLA is a rival of its own here.
+OWN_KERNELS = {"FLA_FLASH_QLA": "0"}
+ONLY_TRITON = {"FLA_TILELANG": "0"}
 
 
-def make_rivals(
-    shape: Shape, dtype: str, which: tuple[str, ...]
-) -> Iterator[tuple[str, Callable[[], tuple[Forward, Any]]]]:
-    """Yield the name of each rival that takes the shape, and a function that makes its forward pass and leaves."""
-    _, T, _, D, M = shape
+def ours(row: Row) -> Rival:
+    """Return the kernels of this package, with the arguments of a rival."""
+    return Rival("fastweights", "fastweights", memory(row, "triton"), processes=1)
 
-    def on(function: Callable[..., Tensor], cast_gate: bool = False) -> Callable[[], tuple[Forward, Any]]:
-        def make() -> tuple[Forward, Any]:
-            q, k, v, beta = inputs(shape, DTYPES[dtype])
-            leaves = [x.requires_grad_() for x in (q, k, v, beta.to(q.dtype) if cast_gate else beta)]
-            return lambda: function(*leaves), leaves
 
-        return make
-
-    yield "fastweights", on(partial(delta_rule, "triton"))
+def rivals_of(row: Row, dtype: str, which: tuple[str, ...]) -> Iterator[Rival]:
+    """Yield those of `which` that take a row."""
+    _, T, _, D, M = row.shape
     if "chunked" in which:
-        yield "chunked", on(partial(delta_rule, "chunked"))
+        yield Rival("chunked", "chunked", memory(row, "chunked"))
         if T < 2048:
             # Compiled it takes as long to compile as there are chunks.
-            yield "chunked, compiled", lambda: on(_compiled(lambda *x: delta_rule("chunked", *x)))()
+            yield Rival("chunked, compiled", "chunked", _compiled(memory(row, "chunked")))
     if "sdpa" in which and dtype != "float32":
-        yield "sdpa", lambda: _attention(shape, DTYPES[dtype])
-    # fla reads past its arrays where D and M differ.
-    if "fla" in which and has_fla() and D == M:
-        if dtype != "float32":
-            yield "fla chunk", on(_fla("chunk_delta_rule"), cast_gate=True)
-        if T <= 2048:
-            yield "fla recurrent", on(_fla("fused_recurrent_delta_rule"), cast_gate=True)
+        yield Rival("sdpa", "sdpa", _attention, computes_the_row=False)
+    if "fla" in which and has("fla"):
+        yield from _fla(row, dtype)
+    only = ("gated_delta", False, 128, 128, "bfloat16")
+    if "flashqla" in which and has("flash_qla") and (row.rule, row.per_key, D, M, dtype) == only:
+        function = _called(row, "flash_qla", "chunk_gated_delta_rule", auto_cp=True)
+        yield Rival("flashqla", "flashqla", function, processes=2, rounds_beta=True)
 
 
-def has_fla() -> bool:
-    """Tell whether there is fla to compare with."""
-    return find_spec("fla") is not None
+def _fla(row: Row, dtype: str) -> Iterator[Rival]:
+    """Yield fla's functions for a row."""
+    module, functions = FLA[row.rule, row.per_key]
+    _, T, _, D, M = row.shape
+    # It reads past its arrays where D and M differ.
+    if row.rule == "delta" and D != M:
+        return
+    for name, function in functions.items():
+        recurrent = "recurrent" in function
+        if (T > 2048) if recurrent else (row.rule == "delta" and dtype == "float32"):
+            continue
+        call, processes = _called(row, module, function), COMPILING.get(function, 1)
+        if function == "chunk_kda" and has("tilelang"):
+            yield Rival(f"{name}, only Triton", "fla", call, OWN_KERNELS | ONLY_TRITON, processes, rounds_beta=True)
+            # What it has beyond that is one kernel.
+            processes = 1
+        yield Rival(name, "fla", call, OWN_KERNELS, processes, rounds_beta=True)
+
+
+def has(package: str) -> bool:
+    """Tell whether there is a package to compare with."""
+    return find_spec(package) is not None
 
 
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Compile for these sizes alone, as if no others had been compiled before: else they would become variables."""
-    torch.compiler.reset()
-    return torch.compile(function, dynamic=False)
+    made: list[Callable[..., Tensor]] = []
+
+    def run(*leaves: Tensor) -> Tensor:
+        if not made:
+            torch.compiler.reset()
+            made.append(torch.compile(function, dynamic=False))
+        return made[0](*leaves)
+
+    return run
 
 
-def _fla(name: str) -> Callable[..., Tensor]:
-    def run(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
-        import fla.ops.delta_rule
+def _called(row: Row, module: str, name: str, **options: Any) -> Callable[..., Tensor]:
+    """Return a function of another library, with the names that fla has for gates."""
+    names = ["g" if gate == "log_decay" else gate for gate in row.gates]
 
-        y: Tensor = getattr(fla.ops.delta_rule, name)(q, k, v, beta, scale=1.0)[0]
+    def run(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
+        named = dict(zip(names, gates, strict=True))
+        y: Tensor = getattr(import_module(module), name)(q=q, k=k, v=v, **named, scale=1.0, **options)[0]
         return y
 
     return run
 
 
-def _attention(shape: Shape, dtype: torch.dtype) -> tuple[Forward, Any]:
-    """Make causal softmax attention with heads of D, in the layout that suits it."""
-    B, T, H, D, _ = shape
-    q, k, v = (torch.randn(B, H, T, D, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
-    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v)
+def _attention(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
+    """Compute causal softmax attention."""
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def measure_rival(shape: Shape, dtype: str, name: str, budget_ms: float) -> dict[str, Any]:
-    """Time the rival of that name: what a separate process is asked for."""
+def _attention_inputs(row: Row, dtype: torch.dtype) -> list[Tensor]:
+    """Return inputs with heads of D, in the layout that suits attention."""
+    B, T, H, D, _ = row.shape
+    return [torch.randn(B, H, T, D, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
-        return measure(dict(make_rivals(shape, dtype, RIVALS))[name], budget_ms)
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def judge_and_time(row: Row, dtype: str, rival: Rival, budget_ms: float) -> dict[str, Any]:
+    """Return the errors against float64 and, after that, the times."""
+
+    def make() -> tuple[Forward, Any]:
+        leaves = rival.leaves(row, dtype) if rival.computes_the_row else _attention_inputs(row, DTYPES[dtype])
+        return lambda: rival.function(*leaves), leaves
+
+    with environment(rival.environment):
+        found = errors(row, rival.function, rival.leaves(row, dtype)) if rival.computes_the_row else {}
+        return measure(make, budget_ms) | found
+
+
+def named(row: Row, dtype: str, name: str) -> Rival:
+    """Return the one of that name that takes a row."""
+    return next(rival for rival in (ours(row), *rivals_of(row, dtype, RIVALS)) if rival.name == name)
+
+
+def measure_rival(row: Row, dtype: str, name: str, budget_ms: float) -> dict[str, Any]:
+    """Judge and time the rival of that name: what a separate process is asked for."""
+    try:
+        return judge_and_time(row, dtype, named(row, dtype, name), budget_ms)
     finally:
         torch.cuda.empty_cache()
-
-
-class SeparateProcess:
-    """A process for what may crash the GPU's context or never end; a new one after each failure."""
-
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
-        self.limit_s = limit_s
-        self.pool: ProcessPoolExecutor | None = None
-
-    def begin(self, function: Callable[..., dict[str, Any]] = dict, *arguments: Any) -> Future[dict[str, Any]]:
-        """Start a call there without waiting for it; the first one also starts the process and loads torch."""
-        if self.pool is None:
-            self.pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        return self.pool.submit(_run_with_new_tuning, function, arguments)
-
-    def __call__(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-        """Return what `function` returns there, or {"failure": why not}."""
-        try:
-            return self.begin(function, *arguments).result(self.limit_s)
-        except Exception as error:
-            self.close()
-            return {"failure": in_one_line(error)}
-
-    def close(self) -> None:
-        """End the process, whatever it is doing."""
-        if self.pool is not None:
-            for process in list((self.pool._processes or {}).values()):
-                process.kill()
-            self.pool.shutdown(wait=True, cancel_futures=True)
-            self.pool = None
-
-
-def _run_with_new_tuning(function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """Run in the separate process, where fla tunes itself for the sizes at hand: its cache would confuse them.
-
-    Its keys have neither the batch nor the length of sequences. A configuration is judged by the median of 20 ms after
-    5 of warming up, where Triton takes 100 after 25: that is what makes it a minute.
-    """
-    # Read when fla is imported.
-    os.environ["FLA_CACHE_RESULTS"] = "0"
-    import triton.testing
-    from triton.runtime.autotuner import Autotuner
-
-    if not isinstance(triton.testing.do_bench, partial):
-        triton.testing.do_bench = partial(triton.testing.do_bench, warmup=5, rep=20)
-    for thing in gc.get_objects():
-        # Not `isinstance`, which asks objects what they are: some of them are proxies of what is gone.
-        if issubclass(type(thing), Autotuner):
-            thing.cache.clear()
-    return function(*arguments)

@@ -1,0 +1,154 @@
+"""Compile what rows need before anything is timed: kernels that tune themselves have hundreds of configurations."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, Any, NamedTuple
+
+import torch
+
+from fastweights.benchmarks.kernels.rivals import environment, named
+from fastweights.benchmarks.kernels.rows import ROWS
+from fastweights.benchmarks.kernels.separate import UNCACHED
+from fastweights.benchmarks.timing import in_one_line
+
+# The time limit of one process that compiles ahead.
+LIMIT_S = 150.0
+
+
+class Job(NamedTuple):
+    """A share of the compiling for one rival at one row: the `part`-th of `parts`."""
+
+    row: str
+    dtype: str
+    rival: str
+    part: int
+    parts: int
+
+
+def compile_share(part: int, parts: int) -> None:
+    """Let Triton's autotuner in this process run every `parts`-th configuration once, and time none."""
+    from triton.runtime.autotuner import Autotuner
+
+    judge = Autotuner._bench
+
+    def once(call: Callable[[], object], quantiles: object = None) -> list[float]:
+        call()
+        return [0.0] * 3
+
+    def run_or_pass(self: Any, *arguments: Any, config: Any, **meta: Any) -> Any:
+        if self.configs.index(config) % parts != part:
+            return [float("inf")] * 3
+        self.__dict__["do_bench"] = once
+        return judge(self, *arguments, config=config, **meta)
+
+    Autotuner._bench = run_or_pass
+
+
+class _Running(NamedTuple):
+    process: subprocess.Popen[bytes]
+    # Of what libraries print there may be more than a pipe holds.
+    output: IO[bytes]
+    start: float
+
+
+def compile_ahead(
+    jobs: Sequence[Job], processes: int, limit_s: float = LIMIT_S
+) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Run jobs side by side, each in a process of its own, and yield seconds of calls or why a job failed.
+
+    What they compile stays in the caches on the disk. Nothing must be timed meanwhile.
+    """
+    waiting, running = list(jobs), dict[Job, _Running]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < processes:
+                job = waiting.pop(0)
+                running[job] = _start(job)
+            for job, one in list(running.items()):
+                if one.process.poll() is not None:
+                    del running[job]
+                    yield job, _printed(one)
+                elif time.monotonic() - one.start > limit_s:
+                    del running[job]
+                    _end(one)
+                    yield job, {"failure": f"it took more than {limit_s:.0f} s"}
+            time.sleep(0.05)
+    finally:
+        for one in running.values():
+            _end(one)
+
+
+def _start(job: Job) -> _Running:
+    command = [sys.executable, "-m", "fastweights.benchmarks.kernels.ahead", json.dumps(job)]
+    output = tempfile.TemporaryFile()  # noqa: SIM115
+    process = subprocess.Popen(
+        command, env={**os.environ, **UNCACHED}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+    )
+    return _Running(process, output, time.monotonic())
+
+
+def _end(one: _Running) -> None:
+    with one.output:
+        one.process.kill()
+        one.process.wait()
+
+
+def _printed(one: _Running) -> dict[str, Any]:
+    """Return the last line of what a process has printed as JSON, or as a failure where it is none."""
+    with one.output as output:
+        output.seek(0)
+        lines = output.read().decode(errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+    try:
+        found: dict[str, Any] = json.loads(last)
+    except ValueError:
+        return {"failure": f"the process ended with {one.process.returncode}: {last[:160]}"}
+    return found
+
+
+def summary(results: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return what compiling for one rival at one row took: in all processes together, and in the longest."""
+    results = list(results)
+    seconds = [result["seconds"] for result in results if "seconds" in result]
+    row = {"processes": len(results), "together_s": sum(seconds), "longest_s": max(seconds, default=0.0)}
+    failures = {result["failure"] for result in results if "failure" in result}
+    return row | ({"failure": "; ".join(sorted(failures))} if failures else {})
+
+
+def _compile(job: Job) -> dict[str, Any]:
+    """Do a job in this process: call forward and backward, and forward alone, so that all of it gets compiled."""
+    row = ROWS[job.row]
+    rival = named(row, job.dtype, job.rival)
+    leaves = rival.leaves(row, job.dtype)
+
+    def both() -> None:
+        y = rival.function(*leaves)
+        torch.autograd.grad(y, leaves, torch.randn_like(y))
+
+    def forward() -> None:
+        with torch.no_grad():
+            rival.function(*leaves)
+
+    compile_share(job.part, job.parts)
+    result: dict[str, Any] = {}
+    with environment(rival.environment):
+        start = time.perf_counter()
+        # What is no choice of the autotuner's is compiled by every process: half of them begin with the other call.
+        for step in (both, forward) if job.part % 2 == 0 else (forward, both):
+            try:
+                step()
+                torch.cuda.synchronize()
+            except Exception as error:
+                result["failure"] = in_one_line(error)
+    return result | {"seconds": time.perf_counter() - start}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compile(Job(*json.loads(sys.argv[1])))))
