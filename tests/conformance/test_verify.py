@@ -4,12 +4,15 @@ import json
 
 import pytest
 import torch
+import triton.testing
+from triton.runtime.autotuner import Autotuner
 from typer.testing import CliRunner
 
 import fastweights as fw
 from fastweights.cli import app
 from fastweights.compat.fla import chunk_gated_delta_rule
 from fastweights.conformance.adapters import adapt, convention_of
+from fastweights.conformance.apart import Job, _spread, judge_apart, tune_over
 from fastweights.conformance.cases import CASES, Case
 from fastweights.conformance.judge import Bench, passed
 from fastweights.conformance.problem import RECURRENCES, Setting
@@ -277,7 +280,63 @@ def test_the_command(tmp_path, monkeypatch):
         (["kernels_of_mine"], "as MODULE:FUNCTION"),
         (["kernels_of_mine:mystery", "--rule", "delta", "--case", "plainn"], "no case has plainn in its name"),
         (["kernels_of_mine:mystery", "--rule", "delta", "--with", "half"], "NAME=VALUE"),
+        (["kernels_of_mine:mystery", "--rule", "delta", "--case", "T", "--without", "T"], "no case has T but not T"),
+        (["kernels_of_mine:mystery", "--rule", "delta", "--tune-over", "2"], "add --processes 1"),
     ):
         done = run(*arguments)
         assert done.exit_code == 2 and message in done.output, done.output
     assert run("kernels_of_mine:mystery", "--rule", "linear", "--with", "half=true", "--case", "plain").exit_code == 1
+
+
+MODULE_THAT_ENDS = """
+import os, time
+from fastweights.compat.fla import chunk_gated_delta_rule
+
+def gated_delta(q, k, v, g, beta):
+    if q.shape[-1] == 60:
+        os._exit(3)
+    if q.shape[-1] == 100:
+        time.sleep(600)
+    return chunk_gated_delta_rule(q, k, v, g, beta)
+"""
+
+
+def test_what_crashes_or_hangs_in_another_process_ends_nothing_else(tmp_path, monkeypatch):
+    (tmp_path / "kernels_that_end.py").write_text(MODULE_THAT_ENDS)
+    monkeypatch.chdir(tmp_path)
+    job = Job("kernels_that_end:gated_delta", "fla", {}, GATED, torch.float32, "cpu", 0, 8)
+    cases = [BY_NAME[name] for name in ("K = V = 60", "K = V = 100", "T = 1", "mask")]
+    rows = {row.case: row for row in judge_apart(job, cases, 1, 5.0)}
+    assert {name: row.verdict for name, row in rows.items()} == {
+        "K = V = 60": "error",
+        "K = V = 100": "error",
+        "T = 1": "right",
+        "mask": "not supported",
+    }
+    assert rows["K = V = 60"].note == "the process ended with exit status 3"
+    assert rows["K = V = 100"].note == "no answer in 5 s"
+
+
+def test_a_process_that_cannot_start_is_no_verdict():
+    job = Job("no_such_module:f", "fla", {}, GATED, torch.float32, "cpu", 0, 8)
+    with pytest.raises(RuntimeError, match="could not start: the process ended with exit status 1"):
+        list(judge_apart(job, [BY_NAME["plain"]], 1, 60.0))
+
+
+def test_cases_that_need_other_kernels_come_first():
+    spread = [case.name for case in _spread([BY_NAME[name] for name in ("plain", "T = 1", "K = V = 60", "mask")])]
+    assert spread == ["plain", "K = V = 60", "mask", "T = 1"]
+    assert sorted(case.name for case in _spread(CASES)) == sorted(BY_NAME)
+
+
+def test_tuning_over_some_configurations(monkeypatch):
+    monkeypatch.setattr(Autotuner, "prune_configs", lambda self, given: list(range(7)))
+    monkeypatch.setattr(triton.testing, "do_bench", triton.testing.do_bench)
+    tune_over(3)
+    assert Autotuner.prune_configs(None, {}) == [0, 3, 6]
+
+
+def test_head_size(bench):
+    problem = BY_NAME["plain"].setting.draw(GATED, torch.float32, "cpu", 0, 24)
+    assert problem.q.shape[-1] == problem.v.shape[-1] == 24
+    assert BY_NAME["K = V = 60"].setting.draw(GATED, torch.float32, "cpu", 0, 24).q.shape[-1] == 60

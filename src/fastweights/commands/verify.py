@@ -31,10 +31,11 @@ from fastweights.common.files import write_atomically
 from fastweights.common.provenance import installed, origin
 from fastweights.common.tables import look_up
 from fastweights.conformance.adapters import NAMES, adapt, convention_of, load
-from fastweights.conformance.cases import CASES
+from fastweights.conformance.apart import Job, judge_apart
+from fastweights.conformance.cases import CASES, Case
 from fastweights.conformance.judge import VERDICTS, Bench, Row, passed
 from fastweights.conformance.oracle import LEAST, SAFETY
-from fastweights.conformance.problem import RECURRENCES, recurrence_of
+from fastweights.conformance.problem import HEAD_SIZE, RECURRENCES, recurrence_of
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STYLES = {"right": "green", "inexact": "yellow", "wrong": "red", "error": "red"}
@@ -57,6 +58,9 @@ def verify(
     cases: Annotated[
         list[str] | None, typer.Option("--case", help="Run the cases with this in their names only; may be repeated.")
     ] = None,
+    without: Annotated[
+        list[str] | None, typer.Option("--without", help="Leave out cases with this in their names; may be repeated.")
+    ] = None,
     keywords: Annotated[
         list[str] | None,
         typer.Option("--with", metavar="NAME=VALUE", help="Give the function this argument, too; may be repeated."),
@@ -64,6 +68,18 @@ def verify(
     dtype: Annotated[str | None, option(f"{', '.join(DTYPES)}.", "float32, on a GPU bfloat16")] = None,
     device: Device = "auto",
     seed: Annotated[int, option("Of the random inputs.")] = 0,
+    head_size: Annotated[
+        int, typer.Option(min=1, help="Keys and values, except in cases about sizes, have this many channels.")
+    ] = HEAD_SIZE,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=0, help="Judge cases in this many other processes.", show_default="0, on a GPU 1"),
+    ] = None,
+    limit: Annotated[float, option("Seconds that a case may take in another process.")] = 300.0,
+    tune_over: Annotated[
+        int | None,
+        typer.Option(min=1, help="Let Triton tune kernels over this many configurations, where there are more."),
+    ] = None,
     out: Annotated[Path | None, option("Write the verdicts to this JSON file.", False)] = None,
     json: AsJson = False,
 ) -> None:
@@ -71,8 +87,8 @@ def verify(
 
     Functions of flash-linear-attention, of transformers and of this package are called as they are; others take the
     arguments of flash-linear-attention, as far as they have them. What a function has no argument for or refuses is
-    "not supported". The exit status is 0 if something was right and nothing inexact, wrong or an error, and 1
-    otherwise.
+    "not supported". A case that crashes or hangs in another process is an error, and ends nothing else. The exit status
+    is 0 if something was right and nothing inexact, wrong or an error, and 1 otherwise.
     """
     start = time.perf_counter()
     sys.path.insert(0, "")
@@ -82,19 +98,19 @@ def verify(
         kind = look_up(DTYPES, dtype or ("bfloat16" if where.startswith("cuda") else "float32"), "dtype")
         loaded, options = load(function), settings_of(keywords or [])
         called, name = convention_of(loaded, convention), recurrence_of(function.partition(":")[2], rule)
-        chosen = [case for case in CASES if not cases or any(part in case.name for part in cases)]
-        if not chosen:
-            raise ValueError(f"no case has {' or '.join(cases or [])} in its name; there are: {', '.join(_names())}")
-    bench = Bench(RECURRENCES[name], kind, where, seed)
-    judged = bench.judge(adapt(loaded, called, RECURRENCES[name], options), chosen)
+        chosen = _chosen(cases or [""], without or [])
+        apart = processes if processes is not None else int(where.startswith("cuda"))
+        if tune_over and not apart:
+            raise ValueError("--tune-over changes Triton in other processes only; add --processes 1")
+    recurrence = RECURRENCES[name]
+    if apart:
+        job = Job(function, called, options, recurrence, kind, where, seed, head_size, tune_over)
+        judged = judge_apart(job, chosen, apart, limit)
+    else:
+        bench = Bench(recurrence, kind, where, seed, head_size)
+        judged = bench.judge(adapt(loaded, called, recurrence, options), chosen)
     console = Console(stderr=json)
-    with interruptible():
-        progress = Console(stderr=True)
-        shown = track(
-            judged, "judging", len(chosen), console=progress, transient=True, disable=not progress.is_terminal
-        )
-        rows = list(shown)
-    record = {
+    about = {
         "function": function,
         "options": options,
         "package": _package(function),
@@ -103,18 +119,37 @@ def verify(
         "dtype": str(kind).removeprefix("torch."),
         **origin(where),
         "seed": seed,
-        "wall_s": round(time.perf_counter() - start, 1),
-        "measure": MEASURE,
-        "rows": [row.as_json() for row in rows],
+        "head_size": head_size,
+        "tuned_over": tune_over,
     }
-    if out is not None:
-        write_atomically(out, as_json(record).encode())
-    console.print(_table(rows, f"{function} as {name}, {record['dtype']} on {where}"), MEASURE, sep="\n")
+    rows: list[Row] = []
+    record: dict[str, Any] = {}
+    with interruptible():
+        progress = Console(stderr=True)
+        for row in track(
+            judged, "judging", len(chosen), console=progress, transient=True, disable=not progress.is_terminal
+        ):
+            rows = sorted((*rows, row), key=lambda row: _names().index(row.case))
+            wall = round(time.perf_counter() - start, 1)
+            record = {**about, "wall_s": wall, "measure": MEASURE, "rows": [row.as_json() for row in rows]}
+            if out is not None:
+                write_atomically(out, as_json(record).encode())
+    console.print(_table(rows, f"{function} as {name}, {about['dtype']} on {where}"), MEASURE, sep="\n")
     counts = Counter(row.verdict for row in rows)
     console.print(", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]))
     if json:
         print_json(record)
     raise typer.Exit(0 if passed(rows) else 1)
+
+
+def _chosen(wanted: list[str], unwanted: list[str]) -> list[Case]:
+    """Return the cases with one of the first in their names and none of the second."""
+    chosen = [case for case in CASES if any(part in case.name for part in wanted)]
+    left = [case for case in chosen if not any(part in case.name for part in unwanted)]
+    if not left:
+        but = f" but not {' or '.join(unwanted)}" if chosen else ""
+        raise ValueError(f"no case has {' or '.join(wanted)}{but} in its name; there are: {', '.join(_names())}")
+    return left
 
 
 def _names() -> list[str]:

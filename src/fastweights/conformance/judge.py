@@ -12,7 +12,7 @@ from torch import Tensor
 from fastweights.conformance.adapters import NotTaken
 from fastweights.conformance.cases import CASES, Case
 from fastweights.conformance.oracle import Function, Results, errors, oracle, tolerances
-from fastweights.conformance.problem import Problem, Recurrence
+from fastweights.conformance.problem import HEAD_SIZE, Problem, Recurrence
 
 # Within the tolerance; beyond it, though by less than a hundred times and less than one per cent; further off; raised
 # something that is no refusal; has no argument for it or refuses it; cannot be run on this machine.
@@ -47,9 +47,15 @@ class Bench:
     """The cases for one recurrence, with the oracle's answers, which it works out once for all functions."""
 
     def __init__(
-        self, recurrence: Recurrence, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
+        self,
+        recurrence: Recurrence,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        seed: int = 0,
+        head_size: int = HEAD_SIZE,
     ) -> None:
         self.recurrence, self.dtype, self.device, self.seed = recurrence, dtype, device, seed
+        self.head_size = head_size
         self._known: dict[Case, tuple[Results, dict[str, float]]] = {}
 
     def judge(self, function: Function, cases: Sequence[Case] = CASES) -> Iterator[Row]:
@@ -66,6 +72,9 @@ class Bench:
         problem, notes = self._problem(case), list[str]()
         try:
             found = _results(case, case.way(function, notes), problem, notes)
+            if problem.q.is_cuda:
+                # What goes wrong in a kernel is known when it has run.
+                torch.cuda.synchronize(problem.q.device)
         except REFUSALS as refusal:
             return Row(case.name, UNSUPPORTED, note=_sentence(refusal))
         except Exception as failure:
@@ -86,7 +95,7 @@ class Bench:
         return Row(case.name, verdict, off, {name: allowed[name] for name in off}, "; ".join(notes))
 
     def _problem(self, case: Case) -> Problem:
-        return case.setting.draw(self.recurrence, self.dtype, self.device, self.seed)
+        return case.setting.draw(self.recurrence, self.dtype, self.device, self.seed, self.head_size)
 
     def _answers(self, case: Case) -> tuple[Results, dict[str, float]]:
         """Return the exact results of a case, and the error that is allowed for each."""

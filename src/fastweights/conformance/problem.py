@@ -94,11 +94,16 @@ class Problem:
         return replace(self, **cut)
 
 
+HEAD_SIZE = 16
+
+
 @dataclass(frozen=True)
 class Setting:
     """What is drawn. Where a field is None it is drawn at random, or as in most models.
 
     Attributes:
+        K: the size of a key; None for the one that all cases have that are about something else.
+        V: the size of a value, if it is another.
         log_decay: one number for all tokens; "mixed" for -100 at every fourth token and -0.001 elsewhere.
         beta: one number for all tokens.
         keys: "unit" for random directions of length 1, "zero", or "equal" for one direction at all tokens.
@@ -112,7 +117,7 @@ class Setting:
     T: int = 70
     H: int = 2
     HV: int | None = None
-    K: int = 16
+    K: int | None = None
     V: int | None = None
     log_decay: float | Literal["mixed"] | None = None
     beta: float | None = None
@@ -122,7 +127,9 @@ class Setting:
     masked: bool = False
     strided: bool = False
 
-    def draw(self, recurrence: Recurrence, dtype: torch.dtype, device: str, seed: int) -> Problem:
+    def draw(
+        self, recurrence: Recurrence, dtype: torch.dtype, device: str, seed: int, head_size: int = HEAD_SIZE
+    ) -> Problem:
         """Return the tensors: q, k and v in `dtype`, the others in float32 at least."""
         generator = torch.Generator().manual_seed(seed)
         wide = torch.promote_types(dtype, torch.float32)
@@ -131,7 +138,8 @@ class Setting:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
         B, T = (self.B, self.T) if self.lengths is None else (1, sum(self.lengths))
-        H, HV, K, V = self.H, self.HV or self.H, self.K, self.V or self.K
+        K = self.K or head_size
+        H, HV, V = self.H, self.HV or self.H, self.V or K
         k = {"zero": torch.zeros(B, T, H, K), "equal": normal(B, 1, H, K).expand(B, T, H, K)}.get(
             self.keys, normal(B, T, H, K)
         )
