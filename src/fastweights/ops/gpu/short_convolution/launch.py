@@ -24,7 +24,7 @@ class Split(NamedTuple):
     warps: int
 
 
-FORWARD, BACKWARD = Split(256, 8, 1), Split(128, 8, 1)
+FORWARD, BACKWARD = Split(512, 8, 4), Split(128, 4, 1)
 # A program goes through this many tokens; through fewer where there would not be as many programs as `PROGRAMS`.
 LONGEST, SHORTEST, PROGRAMS = 128, 32, 4096
 # The programs that add up sums: their channels, how many sums at a time, and warps.
