@@ -62,8 +62,32 @@ def test_additive_rules_keep_their_digits_where_values_have_a_mean(rule, dtype):
     assert relative_error(everything(call, "auto"), exact) < 2 * LIMITS[dtype]
 
 
+@pytest.mark.parametrize("dtype", FUSED, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 200, 3, 128, 128)], ids=str)
+@pytest.mark.parametrize("rule", ["decay log per key", "gated_delta log per key"])
+def test_decays_per_key(rule, shape, dtype):
+    """All but nothing at one token, and not at most: chunks of both kinds have ways of their own."""
+    call = random_call(rule, None, *shape)
+    call.gates["log_decay"] *= 0.05
+    call.gates["log_decay"][:, 20::150] = -70.0
+    call = on_gpu(call).to(dtype)
+    call.gates["log_decay"] = call.gates["log_decay"].float()
+    exact = everything(call.to(torch.float64), "chunked")
+    assert relative_error(everything(call, "triton"), exact) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("log", [-1e-7, -5.0, -100.0, -torch.inf])
+def test_decays_per_key_from_all_to_nothing(log):
+    call = random_call("gated_delta log per key", None, 2, 150, 2, 32, 16)
+    call.gates["log_decay"] = torch.full(call.q.shape, -0.01, dtype=torch.float64)
+    call.gates["log_decay"][..., ::2] = log
+    call = on_gpu(call).to(torch.float32)
+    exact = everything(call.to(torch.float64), "chunked")
+    assert relative_error(everything(call, "triton"), exact) < 1e-5
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rule", FAMILY)
+@pytest.mark.parametrize("rule", [*FAMILY, "gated_delta log per key"])
 def test_packed(rule, backend):
     call = random_call(rule, "attention", 1, 171, 2, 16, 8)
     call.state = random_call(rule, "attention", 5, 1, 2, 16, 8, seed=3).state
@@ -239,7 +263,7 @@ def test_feature_maps_inside(heads, nu, dtype):
 @pytest.mark.parametrize("dtype", FUSED, ids=str)
 @pytest.mark.parametrize("size", [(8, 8), (32, 16), (192, 32), (512, 256)], ids=str)
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("rule", FAMILY)
+@pytest.mark.parametrize("rule", [*FAMILY, "gated_delta log per key"])
 def test_one_token(rule, normalization, size, dtype):
     call = on_gpu(random_call(rule, normalization, 3, 1, 2, *size)).to(dtype)
     exact = call.to(torch.float64).run("reference")
@@ -302,5 +326,8 @@ def test_what_is_not_finite_stays_in_its_row_head_text_and_mask(rule, dtype):
     assert y[0, token, 1].isnan().all()
     assert torch.equal(y[1], want[1])
     assert torch.equal(y[0, :, 0], want[0, :, 0])
-    assert torch.equal(y[0, token + 3 :], want[0, token + 3 :])
+    # In the same chunk, decays of tokens before the start are part of sums of which only differences count.
+    chunk = 80
+    torch.testing.assert_close(y[0, token + 3 : chunk], want[0, token + 3 : chunk], rtol=1e-5, atol=1e-7)
+    assert torch.equal(y[0, chunk:], want[0, chunk:])
     assert torch.equal(found[1], clean[1])

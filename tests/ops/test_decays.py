@@ -79,7 +79,10 @@ def test_kimi_delta_attention_by_its_definition():
         torch.testing.assert_close(end[0, 0], W)
 
 
-def test_gpu_kernels_refuse_what_they_do_not_take():
+def test_gpu_kernels_take_decays_per_key_as_logarithms():
+    """The gradient of a decay is that of its logarithm over the decay, which has no digits left for small ones."""
     call = random_call("gated_delta per key", dtype=torch.float32)
     inputs = Inputs(RULES["gated_delta"], call.q, call.k, call.v, call.gates, *call.state)
-    assert "one decay a head, not one a key channel" in refusal(BACKENDS["triton"], inputs)
+    assert "under the name log_decay" in refusal(BACKENDS["triton"], inputs)
+    inputs.gates["log_decay"] = inputs.gates.pop("decay").log()
+    assert "log_decay" not in refusal(BACKENDS["triton"], inputs)

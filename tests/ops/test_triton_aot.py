@@ -22,6 +22,7 @@ from fastweights.ops.gpu.memory.variants import (
     Variant,
     configuration,
     holds_features,
+    per_key_candidates,
     plain_rows,
 )
 
@@ -42,7 +43,7 @@ from fastweights.ops.gpu.memory.kernels import recurrent_forward as token_forwar
 # Bytes of shared memory that one block may ask for.
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 KERNELS = (
-    *("prepare_chunks", "walk_forward", "walk_backward", "chunk_gradients", "scan_groups"),
+    *("prepare_chunks", "walk_forward", "walk_backward", "chunk_gradients", "key_decay_gradients", "scan_groups"),
     *("walk_tokens_forward", "walk_tokens_backward"),
 )
 POINTERS = {
@@ -129,6 +130,7 @@ def launches(
     gated: bool,
     features: Features = PLAIN,
     tied: bool = True,
+    per_key: bool = False,
 ) -> list[Any]:
     """What the launch code calls for the delta rule, or for packed sequences of the gated delta rule.
 
@@ -148,7 +150,7 @@ def launches(
 
     B, T, H = 1 if gated else 2, (4096 if grouped(config) else 256), 8
     q, k, v = tensor(B, T, H, D), tensor(B, T, H, D), tensor(B, T, H, M)
-    a, e = (tensor(B, T, H, dtype=torch.float32) for _ in range(2))
+    a, e = (tensor(B, T, H, *more, dtype=torch.float32) for more in ((D,) * per_key, ()))
     gates = (a if gated and not isinstance(config, RecurrentWalk) else None, e, None if tied else e)
     bounds = tensor(4, dtype=torch.int32) if gated else None
     W = tensor(3 if gated else B, H, features.size(D), M, dtype=torch.float32)
@@ -171,10 +173,13 @@ def specialised(call: Any) -> tuple[Any, ...]:
     return kernel, kinds, options
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["delta", "gated-packed"])
+@pytest.mark.parametrize("gated", [False, True, "per key"], ids=["delta", "gated-packed", "per-key"])
 @pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED)
 def test_what_is_compiled_ahead_is_what_runs(monkeypatch, dtype, D, M, config, gated):
-    calls = launches(monkeypatch, dtype, D, M, config, gated)
+    per_key = gated == "per key"
+    if per_key:
+        (config,) = per_key_candidates(D, M, dtype, 4096)
+    calls = launches(monkeypatch, dtype, D, M, config, bool(gated), per_key=per_key)
     run = [specialised(call) for call in calls]
     walk, *_ = launcher._planned.values()
     for back in (False, True):
@@ -243,6 +248,26 @@ def test_compiles(monkeypatch, dtype, D, M, config):
     fused = not isinstance(config, SplitWalk)
     assert len(calls) == (9 if grouped(config) else 4) - (1 + (not grouped(config))) * fused
     check(calls, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "D", "M", "capability"), [(torch.bfloat16, 128, 128, 90), (torch.float32, 64, 64, 80)]
+)
+def test_compiles_with_decays_per_key(monkeypatch, dtype, D, capability):
+    (config,) = per_key_candidates(D, D, dtype, 4096)
+    calls = launches(monkeypatch, dtype, D, D, config, gated=True, per_key=True)
+    assert len(calls) == 7
+    check(calls, capability)
+
+
+@pytest.mark.every_variant
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("D", "M"), [(16, 16), (64, 64), (128, 128), (128, 256), (512, 256)])
+def test_compiles_with_decays_per_key_for_every_architecture(monkeypatch, D, M, dtype, capability):
+    (config,) = per_key_candidates(D, M, dtype, 4096)
+    check(launches(monkeypatch, dtype, D, M, config, gated=True, tied=False, per_key=True), capability)
 
 
 @pytest.mark.slow

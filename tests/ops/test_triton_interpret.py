@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops import family, reference
+from fastweights.ops.family import LOG_OF_ZERO
 from fastweights.ops.gpu.memory import variants as configs
 from fastweights.ops.gpu.memory.variants import (
     HALF,
@@ -49,7 +50,11 @@ def a_problem(
     bounds: list[int] | None = None,
     seed: int = 0,
 ) -> Inputs:
-    """Random inputs; keys of length about 1, positive where they are divided by; every fifth decay shut."""
+    """Random inputs; keys of length about 1, positive where they are divided by; every fifth decay shut.
+
+    Of a `rule` that ends in "per key" decays are logarithms, one for each key channel.
+    """
+    rule, _, per_key = rule.partition(" ")
     g = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=g, dtype=dtype)
     q, k, v = draw(B, T, H, D), draw(B, T, H, D), draw(B, T, H, M)
@@ -59,6 +64,10 @@ def a_problem(
     gates = {name: torch.rand(B, T, H, generator=g, dtype=dtype) for name in RULES[rule].gate_names}
     if "decay" in gates:
         gates["decay"][:, 4::5] = 0
+    if per_key:
+        gates.pop("decay")
+        gates["log_decay"] = -8 * torch.rand(B, T, H, D, generator=g, dtype=dtype) ** 6
+        gates["log_decay"][:, 4::5, :, ::3] = LOG_OF_ZERO
     N = B if bounds is None else len(bounds) - 1
     W = draw(N, H, D, M)
     z = draw(N, H, D).abs() if normalized else None
@@ -83,7 +92,8 @@ def run_both(problem: Inputs, kernels: Variant | None = None, tolerance: float |
         grads = torch.autograd.grad(loss, [tensors[name] for name in names])
         return named | {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
 
-    ours = everything(family.run(problem, partial(recurrence, config=kernels)))
+    logs = "log_decay" in problem.gates
+    ours = everything(family.run(problem, partial(recurrence, config=kernels), logs=logs))
     expected = everything(reference.run(problem))
     if tolerance is None:
         tolerance = 1e-10 if problem.q.dtype == torch.float64 else 1e-5
@@ -108,6 +118,38 @@ TOKENS = RecurrentWalk(
 @pytest.mark.parametrize("rule", FAMILY)
 def test_every_rule(rule, kernels):
     run_both(a_problem(rule, D=20, M=20), kernels)
+
+
+PER_KEY = [f"{rule} per key" for rule in ("decay", "gated_delta", "comba")]
+
+
+@inside
+@pytest.mark.parametrize(("chunk", "steps"), [(16, 1), (64, 2)])
+@pytest.mark.parametrize("rule", PER_KEY)
+def test_decays_per_key(rule, chunk, steps):
+    """Also features in two tiles, of which the second is not full, and values in two programs."""
+    run_both(a_problem(rule, T=70, H=2, D=20, M=20), replace(SPLIT, chunk=chunk, steps=steps))
+
+
+@inside
+def test_packed_decays_per_key():
+    problem = a_problem("gated_delta per key", T=75, D=9, M=7, bounds=[0, 5, 5, 43, 75])
+    run_both(problem, replace(SPLIT, chunk=64, steps=1, both_ways=True, prefetch=True))
+
+
+@inside
+@pytest.mark.parametrize("rule", PER_KEY)
+def test_attention_normalization_with_decays_per_key(rule):
+    run_both(a_problem(rule, T=19, H=1, D=8, M=5, normalized=True), SPLIT)
+
+
+@inside
+@pytest.mark.parametrize("log", [-1e-7, -5.0, -100.0, LOG_OF_ZERO])
+def test_decays_per_key_from_all_to_nothing(log):
+    """Every other channel, so that a product with another decay shows every digit that is lost."""
+    problem = a_problem("gated_delta per key", T=40, H=1, dtype=torch.float32)
+    problem.gates["log_decay"].fill_(-0.01)[..., ::2] = log
+    run_both(problem, replace(SPLIT, chunk=32, precision=TF32X3, solve=TF32X3))
 
 
 @inside

@@ -95,8 +95,8 @@ def _recurrence(
     """Compute what `ops.family.Recurrence` does by LinearAttention; with `log`, a is the logarithm of the decays."""
     if w is not None and w is not e:
         v = v * w.unsqueeze(-1)
-    if a is not None and not log:
-        a = a.log().clamp(min=family.LOG_OF_ZERO)
+    if a is not None:
+        a = (a if log else a.log()).clamp(min=family.LOG_OF_ZERO)
     if W is None:
         W = q.new_zeros(q.shape[0], v.shape[2], q.shape[3], v.shape[3])
     y, W = linear_attention(domain, q, k, v, a, e, W)

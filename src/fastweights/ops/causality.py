@@ -49,7 +49,7 @@ def forward(
     while True:
         depends = time.reached_from(spoilt)
         unread = depends | spoilt_tokens(q)
-        clean = (_fill(q, unread), *(None if x is None else _fill(x, depends) for x in written))
+        clean = (fill_tokens(q, unread), *(None if x is None else fill_tokens(x, depends) for x in written))
         y_clean, W_clean, before_clean, finite = run(clean, _finite(W), cu_seqlens, log, *settings)
         overflow = spoilt_tokens(y_clean) & ~unread
         if finite or not overflow.any():
@@ -197,7 +197,8 @@ def _finite(x: Tensor) -> Tensor:
     return x.nan_to_num(0, 0, 0)
 
 
-def _fill(x: Tensor, where: Tensor) -> Tensor:
+def fill_tokens(x: Tensor, where: Tensor) -> Tensor:
+    """Return x (B, T, H) or (B, T, H, ·) with zeros at these tokens (B, T, H)."""
     return x.masked_fill(where if x.dim() == 3 else where.unsqueeze(-1), 0)
 
 

@@ -203,6 +203,7 @@ def _with_starts(inputs: Inputs, a: Tensor | None, logs: bool = False) -> Tensor
 
 
 # Stands for minus infinity where decays are logarithms: its exponential is 0 in every dtype, and sums of it are finite.
+# Recurrences that take logarithms take no less than this for what is less.
 LOG_OF_ZERO = -2000.0
 
 
@@ -226,7 +227,7 @@ def coefficients_of(
             gates = rule.gates_from(gates)
         else:
             names = rule.logarithms
-            gates = {names.get(n, n): x.clamp(min=LOG_OF_ZERO) if n in names else x for n, x in gates.items()}
+            gates = {names.get(n, n): x for n, x in gates.items()}
     if logits:
         found = rule.coefficients(**{name: _Logit(gate) for name, gate in gates.items()})
         a, e, w = (None if c is None else c.x for c in found)  # type: ignore[attr-defined]

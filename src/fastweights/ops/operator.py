@@ -23,6 +23,7 @@ from fastweights.common.transforms import refuse_tangent
 from fastweights.ops import causality
 from fastweights.ops.causality import Tokens
 from fastweights.ops.eager import batch_level, is_eager_gradient, wants_gradients, without_batch
+from fastweights.ops.family import LOG_OF_ZERO
 
 # Of q, k, v, a, e, w and W; None where there is nothing, or nobody asks.
 Gradients = tuple[Tensor | None, ...]
@@ -321,7 +322,9 @@ class ChunkedOperator(Operator):
 
     def recurrence(self, *inputs: Any, eager: bool = False, log: bool = False) -> tuple[Tensor, Tensor]:
         """Compute the recurrence, as `ops.family.Recurrence` has it; with `log`, a is the logarithm of the decays."""
-        _, k, v, a = inputs[:4]
+        q, k, v, a, *rest = inputs
+        if log and a is not None:
+            inputs = (q, k, v, a.clamp(min=LOG_OF_ZERO), *rest)
         chunk = self.chunk_length(k.shape[-1], v.shape[-1])
         if self.longest_per_key is not None and a is not None and a.dim() == 4:
             chunk = min(chunk, self.longest_per_key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastweights.ops import family
+from fastweights.ops.features import PLAIN
 from fastweights.ops.gpu.device import interpreted, unavailable
 from fastweights.ops.gpu.memory import self_check
 from fastweights.ops.gpu.memory.autograd import OneToken, walk
@@ -18,6 +19,7 @@ from fastweights.ops.gpu.memory.variants import (
     candidates,
     holds_features,
     may_go_by_token,
+    per_key_candidates,
 )
 from fastweights.ops.spec import Backend, Executable, Refusal, Spec, after_mapping, expanding_first
 
@@ -40,22 +42,28 @@ def _prepare(spec: Spec) -> Executable | Refusal:
     if _is_one_step(spec):
         signature = StepSignature.of(spec)
         reason = _unproven(signature, spec)
-        return Refusal(reason) if reason else OneToken(signature, family.coefficients_for(spec), spec.eager)
+        coefficients = family.coefficients_for(spec, logs=spec.per_key)
+        return Refusal(reason) if reason else OneToken(signature, coefficients, spec.eager)
     walks = []
     for part in family.parts(spec, LARGEST_M):
         answer = _walk(spec, part)
         if isinstance(answer, Refusal):
             return answer
         walks.append(answer)
-    return family.executable(spec, *walks, most=LARGEST_M)
+    return family.executable(spec, *walks, most=LARGEST_M, logs=spec.per_key)
 
 
 def _walk(spec: Spec, part: family.RecurrenceForm) -> family.Recurrence | Refusal:
     """Return the best walk for a part of a call that is right on this machine."""
-    by_token = may_go_by_token(part.decay, spec.H, spec.D, part.M)
+    per_key = spec.per_key and part.decay
+    if per_key:
+        variants = per_key_candidates(spec.D, part.M, part.dtype, spec.T)
+    else:
+        by_token = may_go_by_token(part.decay, spec.H, spec.D, part.M)
+        variants = candidates(spec.D, part.M, part.dtype, spec.N * spec.H, spec.T, spec.features, by_token)
     reason = None
-    for variant in candidates(spec.D, part.M, part.dtype, spec.N * spec.H, spec.T, spec.features, by_token):
-        signature = WalkSignature(part.dtype, spec.shape[3], *part[1:], spec.packed, variant, spec.features)
+    for variant in variants:
+        signature = WalkSignature(part.dtype, spec.shape[3], *part[1:], spec.packed, variant, spec.features, per_key)
         reason = _unproven(signature, spec)
         if reason is None:
             return walk(signature, spec.eager, spec.gradients)
@@ -82,6 +90,8 @@ def why_unfused(spec: Spec) -> str | None:
     M, one = spec.M + spec.normalized, _is_one_step(spec)
     if features.map in ("other", "silu") or features.l2 or features.scale != 1:
         return "the kernels do not know this feature map or normalisation"
+    if spec.per_key and features != PLAIN:
+        return "decays per key channel go with keys and gates as the memory takes them"
     if features.sum and not features.maps:
         return "the kernels normalise what they map themselves, not keys that come mapped"
     if features.maps and not holds_features(R, D, M) and not one:
@@ -103,8 +113,8 @@ def _refusal(spec: Spec) -> str | None:
     """Say why the kernels are not for such a call."""
     if reason := family.outside(spec.rule):
         return reason
-    if spec.per_key:
-        return "the kernels take one decay a head, not one a key channel"
+    if spec.per_key and not family.in_logarithms(spec):
+        return "decays per key channel have to come as logarithms, under the name log_decay"
     if spec.D > LARGEST_D or spec.M > LARGEST_M:
         limits = f"keys may have up to {LARGEST_D} and values up to {LARGEST_M} features"
         return f"{limits}, got D = {spec.D} and M = {spec.M}"

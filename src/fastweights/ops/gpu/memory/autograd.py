@@ -10,15 +10,10 @@ from torch import Tensor
 
 from fastweights.ops.causality import Tokens
 from fastweights.ops.features import Features
+from fastweights.ops.gpu.memory.buffers import kept_shapes, operand_dtype
 from fastweights.ops.gpu.memory.signatures import StepSignature, WalkSignature
 from fastweights.ops.gpu.memory.strides import Gates
-from fastweights.ops.gpu.memory.variants import (
-    from_integers,
-    kept_shapes,
-    number_of_groups,
-    operand_dtype,
-    to_integers,
-)
+from fastweights.ops.gpu.memory.variants import from_integers, number_of_groups, to_integers
 from fastweights.ops.operator import TOKENS, Kept, Operator, Passes
 from fastweights.ops.spec import Inputs
 

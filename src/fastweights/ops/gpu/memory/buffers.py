@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastweights.ops.causality import Tokens
 from fastweights.ops.gpu.memory.strides import Gates
-from fastweights.ops.gpu.memory.variants import Variant, kept_shapes, operand_dtype
+from fastweights.ops.gpu.memory.variants import HALF, ChunkedWalk, Variant
 
 
 class Buffer(partial[Tensor]):
@@ -62,14 +62,48 @@ class Buffers:
         self.dq = Buffer(tuple(q.shape), q.dtype, device)
         self.dv = Buffer(tuple(v.shape), q.dtype, device)
         self.dright = Buffer(tuple(v.shape), kept, device)
-        self._dgates = tuple(None if x is None else Buffer((B, T, H), x.dtype, device) for x in gates)
+        self._dgates = tuple(None if x is None else Buffer(tuple(x.shape), x.dtype, device) for x in gates)
+        keys, ends = Buffer((B, T, H, D), kept, device), Buffer((shapes[1][0], H, D), wide, device)
+        self._faded = (keys, keys, keys, ends)
+        # dP and G of each chunk.
+        pairs = (shapes[0][0], H, 1 + (gates[1] is not None), variant.chunk, variant.chunk)
+        self.pairs = Buffer(pairs, kept, device)
+        self.left_out = Buffer((shapes[0][0] * H * D,), torch.int32, device)
         self._no_dgates = tuple(None if x is None else Buffer((0,), x.dtype, device) for x in gates)
         self.no_dv = Buffer((0,), q.dtype, device)
         # Nobody writes or reads these: they stand for states and gradients that are not there, or not kept.
         self.nothing = torch.empty(1, dtype=wide, device=device)
         self.unkept = torch.empty(0, dtype=kept, device=device)
 
+    def faded(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Make what decays per key make of queries and keys, and what is left of a state at the end of each step."""
+        q, k, rest, ends = self._faded
+        return q(), k(), rest(), ends()
+
     def dgates(self, empty: bool) -> Gates:
         """Make the gradients of the gates, without entries where nobody writes them."""
         a, e, w = self._no_dgates if empty else self._dgates
         return None if a is None else a(), None if e is None else e(), None if w is None else w()
+
+
+def kept_shapes(
+    shape: tuple[int, ...], M: int, erase: bool, cu_seqlens: Tensor | None, variant: Variant
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of states before chunks and of their tiles Z and P, one slot a chunk, and of tokens' errors.
+
+    `shape` is (B, T, H, D) with the D of mapped keys. With packed sequences the number of chunks depends on
+    their lengths; the number of slots bounds it.
+    """
+    B, T, H, D = shape
+
+    def slots(tokens: int) -> int:
+        return B * -(-T // tokens) if cu_seqlens is None else T // tokens + cu_seqlens.numel() - 1
+
+    planes = int(erase) + int(variant.prepared) if isinstance(variant, ChunkedWalk) else 0
+    tiles = (slots(variant.step) if planes else 0, H, planes, variant.step, variant.step)
+    return (slots(variant.chunk), H, M, D), tiles, (B if erase else 0, T, H, M)
+
+
+def operand_dtype(data: torch.dtype, state: torch.dtype, variant: Variant) -> torch.dtype:
+    """Return the dtype of operands and of what is kept for backward: that of the data, or that of the state."""
+    return data if variant.precision == HALF else state

@@ -13,7 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastweights.ops.causality import reached, spoilt_states, spoilt_tokens
+from fastweights.ops.causality import fill_tokens, reached, spoilt_states, spoilt_tokens
+from fastweights.ops.family import LOG_OF_ZERO
 from fastweights.ops.spec import Executable, Inputs
 
 
@@ -22,15 +23,18 @@ def contain(run: Executable) -> Executable:
 
     def run_contained(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         q, k, v, (W, z) = inputs.q, inputs.k, inputs.v, inputs.initial_state()
-        unread, spoilt = spoilt_tokens(q), spoilt_tokens(k, v, *inputs.gates.values())
+        # A logarithm of minus infinity is a decay of 0.
+        logs = inputs.rule.logarithms
+        gates = {name: x.clamp(min=LOG_OF_ZERO) if name in logs else x for name, x in inputs.gates.items()}
+        unread, spoilt = spoilt_tokens(q), spoilt_tokens(k, v, *gates.values())
         lost = spoilt_states(W) if z is None else spoilt_states(W) | spoilt_states(z.unsqueeze(-1))
         y, W, z = run(
             replace(
                 inputs,
-                q=q.masked_fill(unread.unsqueeze(-1), 0),
-                k=k.masked_fill(spoilt.unsqueeze(-1), 0),
-                v=v.masked_fill(spoilt.unsqueeze(-1), 0),
-                gates={name: gate.masked_fill(spoilt, 0) for name, gate in inputs.gates.items()},
+                q=fill_tokens(q, unread),
+                k=fill_tokens(k, spoilt),
+                v=fill_tokens(v, spoilt),
+                gates={name: fill_tokens(gate, spoilt) for name, gate in gates.items()},
                 W=W.masked_fill(lost[..., None, None], 0),
                 z=None if z is None else z.masked_fill(lost.unsqueeze(-1), 0),
             )

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from fastweights.ops.causality import Tokens
@@ -16,11 +15,14 @@ from fastweights.ops.gpu.memory.buffers import Buffers
 from fastweights.ops.gpu.memory.kernels.backward import walk_backward
 from fastweights.ops.gpu.memory.kernels.chunk_gradients import chunk_gradients
 from fastweights.ops.gpu.memory.kernels.forward import prepare_chunks, walk_forward
-from fastweights.ops.gpu.memory.kernels.options import Options
-from fastweights.ops.gpu.memory.launcher import Dtypes, Launch, dtype_of, kind_of, planned, side_by_side
-from fastweights.ops.gpu.memory.strides import REACH, Strides, addressable
+from fastweights.ops.gpu.memory.kernels.gradients import key_decay_gradients
+from fastweights.ops.gpu.memory.kernels.options import TYPES, Options, map_options
+from fastweights.ops.gpu.memory.launcher import Dtypes, Launch, Tensors, dtype_of, kind_of, planned, side_by_side
+from fastweights.ops.gpu.memory.strides import REACH, Strides, addressable, per_key
 from fastweights.ops.gpu.memory.variants import (
     HALF,
+    PER_KEY_TILE,
+    STEEP_WARPS,
     ChunkedWalk,
     RecurrentWalk,
     SplitWalk,
@@ -29,21 +31,11 @@ from fastweights.ops.gpu.memory.variants import (
 )
 from fastweights.ops.operator import Gradients, Kept
 
+# Stands for q * γ, k * γ, k * Γ[-1] and γ[-1] where decays are not per key.
+NOT_FADED = (None, None, None, None)
+
 # Layouts of dy that a plan keeps launches for at a time.
 MOST_GRADIENTS = 64
-
-TYPES = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
-
-
-def map_options(features: Features, R: int) -> dict[str, Any]:
-    """Return the options for what is done to keys, queries and gates of size R before the memory sees them."""
-    how = {"map": features.map, "sum": features.sum, "logits": features.logits}
-    return {"R": R, "D": features.size(R), **how}
 
 
 def _recurrent_kernel(back: bool) -> Any:
@@ -83,9 +75,19 @@ class Plan:
         bounds = cu_seqlens if self.packed else None
         self.buffers = Buffers(tokens, (N, H, D, M), bounds, dtype, wide, variant)
         # What the walk back leaves to another launch stands where that will write dv, unless dv is of another dtype.
-        self.separate = isinstance(variant, SplitWalk) and self.buffers.kept_dtype != v.dtype
+        # After that only e dR can be read there, which is not dv where another gate writes.
+        e, w = gates[1:]
+        apart = self.buffers.kept_dtype != v.dtype or (per_key(gates[0]) and e is not None and w is not None)
+        self.separate = isinstance(variant, SplitWalk) and apart
         self.dtypes = (q.dtype, dtype, wide, self.buffers.kept_dtype)
-        self.gate_dtypes = (dtype_of(gates[0]), dtype_of(gates[1]), dtype_of(gates[2]))
+        a, e, w = gates
+        self.per_key = per_key(a)
+        self.gate_dtypes = (dtype_of(a), dtype_of(e), dtype_of(w))
+        # Walks take decays per key in faded keys and queries.
+        self.walked = self.layout
+        if self.per_key:
+            faded = torch.empty((B, T, H, D), dtype=self.buffers.kept_dtype, device="meta")
+            self.walked = Strides((faded, faded, v, None, e, w), self.layout.reach)
         self.bounds_dtype = dtype_of(cu_seqlens)
         self.options = Options(
             **map_options(features, R),
@@ -95,14 +97,15 @@ class Plan:
             steps=variant.chunk // variant.step,
             block_R=power_of_two(R),
             block_D=power_of_two(D),
-            decay=gates[0] is not None,
-            erase=gates[1] is not None,
-            write=gates[2] is not None,
+            decay=a is not None and not self.per_key,
+            erase=e is not None,
+            write=w is not None,
+            per_key=self.per_key,
             tied=tied,
             packed=cu_seqlens is not None,
             grouped=grouped,
             prepared=variant.prepared,
-            planes=int(variant.prepared) + int(gates[1] is not None),
+            planes=int(variant.prepared) + int(e is not None),
             gather=isinstance(variant, ChunkedWalk) and variant.gather,
             operand=TYPES[self.buffers.kept_dtype],
             acc=TYPES[wide],
@@ -110,8 +113,9 @@ class Plan:
             solve=variant.solve if isinstance(variant, ChunkedWalk) else "ieee",
         )
         self.prepare = self._prepare() if variant.prepared else None
+        self.fade = self._prepare(only_faded=True) if self.per_key else None
         self.walks = {read: self._walk(read) for read in (True, False)}
-        self.backs: dict[Any, tuple[Launch, Launch | None]] = {}
+        self.backs: dict[Any, tuple[Launch, list[Launch]]] = {}
         self.compiled_ahead = False
 
     def forward(
@@ -135,12 +139,16 @@ class Plan:
         y = buffers.y() if read else v
         W_end = buffers.state()
         states, errors = (buffers.states(), buffers.errors()) if keep else (buffers.unkept, buffers.unkept)
+        faded: Any = buffers.faded() if self.per_key else NOT_FADED
         if tiles is None or self.prepare is None:
             tiles = buffers.tiles() if keep or self.prepare is not None else buffers.unkept
             if self.prepare is not None:
-                self.prepare((q, k, (a, e), cu_seqlens if self.packed else None, tiles), self.sequences, self.T)
+                bounds = cu_seqlens if self.packed else None
+                self.prepare((q, k, (a, e), bounds, tiles, faded), self.sequences, self.T)
+        if self.per_key:
+            q, k, a = faded[0], faded[1], None
         first = buffers.nothing if W is None else W.contiguous()
-        tensors = (q, k, v, (a, e, w), first, cu_seqlens, y, W_end, states, tiles, errors)
+        tensors = (q, k, v, (a, e, w), faded[2:], first, cu_seqlens, y, W_end, states, tiles, errors)
         self.walks[read](tensors, self.T, int(keep), int(W is not None))
         return y, W_end, states, tiles, errors
 
@@ -168,28 +176,46 @@ class Plan:
         `only_state` leaves all gradients but that of W undone.
         """
         buffers, (states, tiles, errors) = self.buffers, kept[:3]
-        dy, walk, chunks = self._back(dy, only_state)
+        dy, walk, rest = self._back(dy, only_state)
         q, k, v, *gates = self.layout.prepare(tokens)
         inputs = (q, k, v, tuple(gates))
+        walked: Tensors = (*inputs, NOT_FADED[2:])
+        if self.fade is not None:
+            faded, (a, e, w) = buffers.faded(), gates
+            self.fade((q, k, (a, e), cu_seqlens if self.packed else None, tiles, faded), self.sequences, self.T)
+            walked = (*faded[:2], v, (None, e, w), faded[2:])
+            del faded
         dv = buffers.no_dv() if only_state else buffers.dv()
         # A second launch writes dq and dk: they get memory when the first does not need its own any more.
-        split = chunks is not None and not only_state
+        split = bool(rest) and not only_state
         dq, dk = (dv, dv) if split or only_state else (buffers.dq(), buffers.dq())
         dgates = buffers.dgates(empty=only_state)
         dW = buffers.state() if wants_dW else buffers.nothing
         dlast = buffers.nothing if dW_end is None else dW_end.contiguous()
         dstates = torch.empty_like(states) if split else states
         dright = buffers.dright() if self.separate and not only_state else states if self.separate else dv
-        tensors = (*inputs, cu_seqlens, states, tiles, errors, dy, dlast, dq, dk, dv, dgates, dW, dstates, dright)
+        tensors = (*walked, cu_seqlens, states, tiles, errors, dy, dlast, dq, dk, dv, dgates, dW, dstates, dright)
         walk(tensors, self.T, int(dW_end is not None), int(wants_dW))
+        # What is left takes the most memory.
+        del walked, tensors
         others = (dv, *dgates, dW if wants_dW else None)
-        if chunks is None or only_state:
+        if not split:
             return lambda: (dq, dk, *others)
         before, after = (*inputs, cu_seqlens if self.packed else None, states, errors, dy), (dgates, dstates, dright)
 
         def finish() -> Gradients:
-            dq, dk = buffers.dq(), buffers.dq()
-            chunks((*before, dq, dk, dv, *after), self.sequences, self.T)
+            chunks, *keys = rest
+            if keys:
+                # Only these write dq and dk.
+                pairs = buffers.pairs()
+                chunks((*before, dv, dv, dv, *after, pairs), self.sequences, self.T)
+                dq, dk = buffers.dq(), buffers.dq()
+                both = (*before, dq, dk, dgates[0], dstates, dright, pairs, buffers.left_out())
+                for launch in keys:
+                    launch(both, self.sequences, self.T)
+            else:
+                dq, dk = buffers.dq(), buffers.dq()
+                chunks((*before, dq, dk, dv, *after, None), self.sequences, self.T)
             return dq, dk, *others
 
         return finish
@@ -212,30 +238,36 @@ class Plan:
         passes = (True, False) if self.options.grouped else (True,)
         launches = [self.prepare, *(self.walks[read] for read in passes)]
         if back:
+            launches.append(self.fade)
             dy = torch.empty(self.buffers.y.shape, dtype=self.buffers.y.dtype, device="meta")
             for full in passes:
-                _, walk, chunks = self._back(dy, only_state=not full)
-                launches += [walk, chunks if full else None]
+                _, walk, rest = self._back(dy, only_state=not full)
+                launches += [walk, *(rest if full else ())]
         return [launch for launch in launches if launch is not None]
 
     def _launch(
         self, kernel: Any, grid: int, dtypes: Dtypes, strides: tuple[int, ...], options: Options, pace: tuple[int, int]
     ) -> Launch:
         """Return a launch with (warps, stages) as its `pace`. Walks take three integers, launches over chunks two."""
-        integers = 2 if kernel is prepare_chunks or kernel is chunk_gradients else 3
+        integers = 2 if kernel in (prepare_chunks, chunk_gradients, key_decay_gradients) else 3
         return Launch(kernel, grid, dtypes, integers, (strides, options), *pace, self.device)
 
-    def _prepare(self) -> Launch:
+    def _prepare(self, only_faded: bool = False) -> Launch:
         """Return the launch for what the walks need to know about the tokens of each chunk."""
         data, _, _, kept = self.dtypes
         a, e, _ = self.gate_dtypes
         unit, strides = self.layout.in_units()
         # What does not change the tiles does not change their kernel. 16-bit operands leave room for longer tiles.
-        options = replace(self._over_chunks(), M=0, write=False, tied=False, unit=unit)
-        if self.variant.precision == HALF and options.map == "none":
+        options = replace(self._over_chunks(), M=0, write=False, tied=False, unit=unit, only_faded=only_faded)
+        if self.variant.precision == HALF and options.map == "none" and not self.per_key:
             options = replace(options, block_D=min(self.options.block_D, 128))
+        if self.per_key:
+            options = replace(options, block_D=min(options.block_D, 32))
+        if self.per_key:
+            options = replace(options, block_D=min(options.block_D, PER_KEY_TILE))
         warps = self.variant.prepare_warps if isinstance(self.variant, SplitWalk) else 1
-        dtypes = (data, data, (a, e), self.bounds_dtype if self.packed else None, kept)
+        faded = (kept, kept, kept, self.dtypes[2]) if self.per_key else (None,) * 4
+        dtypes = (data, data, (a, e), self.bounds_dtype if self.packed else None, kept, faded)
         grid = self.buffers.tiles.shape[0] * self.options.H
         return self._launch(prepare_chunks, grid, dtypes, (*strides[:4], *strides[6:]), options, (warps, 1))
 
@@ -265,49 +297,55 @@ class Plan:
             block = min(variant.columns, block)
         return block, self.columns * -(-M // block)
 
+    def _walked_dtypes(self) -> Dtypes:
+        """Return the dtypes of what walks take of tokens: q, k, v, the gates, and what decays per key leave."""
+        (data, _, wide, kept), (a, e, w) = self.dtypes, self.gate_dtypes
+        if self.per_key:
+            return kept, kept, data, (None, e, w), (kept, wide)
+        return data, data, data, (a, e, w), (None, None)
+
     def _walk(self, read: bool) -> Launch:
         """Return the launch of the forward walk."""
         data, out, wide, kept = self.dtypes
         pace = (self.variant.forward_warps, self.variant.forward_stages)
-        unit, strides = self.layout.in_units()
+        unit, strides = self.walked.in_units()
         block, programs = self._columns()
         options = self._in_walks(unit, *pace, block_M=block, read=read)
         kernel = _recurrent_kernel(back=False) if isinstance(self.variant, RecurrentWalk) else walk_forward
-        inputs = (data, data, data, self.gate_dtypes, wide, self.bounds_dtype)
-        dtypes = (*inputs, out if read else data, wide, kept, kept, kept)
+        dtypes = (*self._walked_dtypes(), wide, self.bounds_dtype, out if read else data, wide, kept, kept, kept)
         return self._launch(kernel, programs, dtypes, strides, options, pace)
 
-    def _back(self, dy: Tensor, only_state: bool) -> tuple[Tensor, Launch, Launch | None]:
-        """Return dy as kernels can read it, the walk back, and the launch for what that leaves, if any."""
+    def _back(self, dy: Tensor, only_state: bool) -> tuple[Tensor, Launch, list[Launch]]:
+        """Return dy as kernels can read it, the walk back, and the launches for what that leaves, if any."""
         key = (dy.stride(), dy.dtype, only_state)
         if key not in self.backs:
             if (aligned := addressable(dy, self.layout.reach)) is not dy:
                 return self._back(aligned, only_state)
             if len(self.backs) >= MOST_GRADIENTS:
                 self.backs.clear()
-            self.backs[key] = self._walk_back(dy, only_state), self._chunk_gradients(dy)
+            self.backs[key] = self._walk_back(dy, only_state), self._rest(dy)
         return dy, *self.backs[key]
 
     def _walk_back(self, dy: Tensor, only_state: bool) -> Launch:
         """Return the launch of the walk back."""
         data, _, wide, kept = self.dtypes
         pace = (self.variant.backward_warps, self.variant.backward_stages)
-        unit, strides = self.layout.in_units(dy)
+        unit, strides = self.walked.in_units(dy)
         fused = not isinstance(self.variant, SplitWalk) and not only_state
         block, programs = self._columns(whole=fused)
         how = {"fused": fused, "only_state": only_state}
         options = self._in_walks(unit, *pace, block_M=block, **how)
         kernel = _recurrent_kernel(back=True) if isinstance(self.variant, RecurrentWalk) else walk_backward
-        inputs = (data, data, data, self.gate_dtypes, self.bounds_dtype, kept, kept, kept, dy.dtype, wide)
+        inputs = (*self._walked_dtypes(), self.bounds_dtype, kept, kept, kept, dy.dtype, wide)
         gradients = (data, data, data, self.gate_dtypes, wide, kept, kept if self.separate else data)
         return self._launch(kernel, programs, (*inputs, *gradients), strides, options, pace)
 
-    def _chunk_gradients(self, dy: Tensor) -> Launch | None:
-        """Return the launch for the gradients of all chunks, where the walk back leaves them."""
+    def _rest(self, dy: Tensor) -> list[Launch]:
+        """Return the launches for the gradients of all chunks, where the walk back leaves them."""
         variant = self.variant
         if not isinstance(variant, SplitWalk):
-            return None
-        data, _, _, kept = self.dtypes
+            return []
+        data, _, wide, kept = self.dtypes
         unit, strides = self.layout.in_units(dy)
         several = variant.chunks_per_program
         options = replace(
@@ -316,17 +354,28 @@ class Plan:
             unit=unit,
             block_M=power_of_two(self.options.M),
             separate=self.separate,
+            planes=self.buffers.pairs.shape[2],
             chunks_per_program=several,
             both_ways=several > 1 and variant.both_ways and unit > 1,
         )
-        chunks = self.buffers.states.shape[0] if self.packed else -(-self.T // variant.chunk)
+        slots = self.buffers.states.shape[0]
+        chunks = slots if self.packed else -(-self.T // variant.chunk)
         programs = -(-chunks // several) * (1 if self.packed else self.sequences)
         bounds = self.bounds_dtype if self.packed else None
         inputs = (data, data, data, self.gate_dtypes, bounds, kept, kept, dy.dtype)
-        gradients = (data, data, data, self.gate_dtypes, kept, kept)
+        dright, pairs = kept if self.separate else data, kept if self.per_key else None
+        outputs = (data, data, data, self.gate_dtypes, kept, dright, pairs)
         pace = (variant.gradient_warps, variant.gradient_stages)
-        grid = programs * self.options.H
-        return self._launch(chunk_gradients, grid, (*inputs, *gradients), strides, options, pace)
+        launches = [self._launch(chunk_gradients, programs * options.H, (*inputs, *outputs), strides, options, pace)]
+        if self.per_key:
+            programs = slots * -(-options.D // options.block_D)
+            of_keys = (data, data, wide, kept, dright, pairs, torch.int32)
+            for steep, warps in ((False, variant.gradient_warps), (True, STEEP_WARPS)):
+                how, dtypes = replace(options, steep=steep), (*inputs, *of_keys)
+                launches.append(
+                    self._launch(key_decay_gradients, programs * options.H, dtypes, strides, how, (warps, 1))
+                )
+        return launches
 
 
 # The dtype of y, whether the gates are tied, the variant and the features.

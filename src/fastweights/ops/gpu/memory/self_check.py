@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops import chunked
+from fastweights.ops.family import LOG_OF_ZERO
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory.signatures import Signature, StepSignature, WalkSignature
 from fastweights.ops.gpu.memory.variants import (
@@ -23,6 +24,7 @@ from fastweights.ops.gpu.memory.variants import (
     ChunkedWalk,
     RecurrentWalk,
     configuration,
+    per_key_candidates,
     plain_rows,
 )
 from fastweights.ops.gpu.self_check import LIMITS, Check, on_stream, relative_errors
@@ -78,7 +80,14 @@ def _compare(signature: WalkSignature, heads: int, device: torch.device) -> dict
         k = torch.nn.functional.normalize(k.float(), dim=-1).to(signature.dtype)
     a, e, w = uniform(signature.decay), uniform(signature.erase), uniform(signature.write)
     if a is not None:
-        a = (0.8 + 0.2 * a).index_fill(1, torch.tensor([C // 2, 2 * C], device=device), 0.0)
+        shut = torch.tensor([C // 2, 2 * C], device=device)
+        if signature.per_key:
+            rates = torch.rand(B, T, H, D, generator=generator, device=device, dtype=wide)
+            # Chunks in which everything may be gone, and some that fade slowly, for which there is a faster way.
+            a = (-5 * rates**4).index_fill(1, shut[:1], LOG_OF_ZERO)
+            a[:, 2 * C + 1 :] *= 0.02
+        else:
+            a = (0.8 + 0.2 * a).index_fill(1, shut, 0.0)
     if signature.features.logits:
         a, e, w = (None if gate is None else gate.logit(1e-4) for gate in (a, e, w))
     # Also a sequence without tokens, and one that ends inside a chunk.
@@ -124,6 +133,8 @@ def _compare_step(signature: StepSignature, heads: int, device: torch.device) ->
     # Positive keys and sums, so that nothing is divided by what cancels.
     q, k, v = uniform(B, 1, H, D), uniform(B, 1, H, D), uniform(B, 1, H, M)
     a, e, w = gate(signature.decay), gate(signature.erase), gate(signature.write)
+    if signature.per_key:
+        a = uniform(B, 1, H, D, dtype=wide).log()
     W = uniform(B, H, features.size(D), M, dtype=wide)
     z = 0.1 + uniform(B, H, features.size(D), dtype=wide) if signature.normalized else None
     plan = _step_plan(q, k, v, (a, e, w), signature.tied, signature.normalized, features)
@@ -132,6 +143,8 @@ def _compare_step(signature: StepSignature, heads: int, device: torch.device) ->
         ours += [x for x in plan(q, k, v, (a, e, w), W.clone(), z, in_place) if x is not None]
 
     exact = {name: x.double() for name, x in (("a", a), ("e", e), ("w", w)) if x is not None}
+    if signature.per_key:
+        exact["a"] = exact["a"].exp()
     gates = {name: features.gate(x) for name, x in exact.items()}
     want = _exact_step(signature, features.of(q.double()), features.of(k.double()), v.double(), gates, W.double(), z)
     names = ["y", "W", *(["z"] if signature.normalized else [])]
@@ -145,7 +158,8 @@ def _exact_step(
     """Compute the family's equations for one token, with attention normalisation as in Eqs. 18-19 and 26-28."""
     q, k, v = q[:, 0], k[:, 0], v[:, 0]
     one = torch.ones_like(v[..., :1])
-    a, e, w = (gates[name].transpose(1, 2) if name in gates else None for name in "aew")
+    # (B, H, 1), or (B, H, D) for decays per key.
+    a, e, w = (_without_time(gates[name]) if name in gates else None for name in "aew")
     w = e if signature.tied else w
     W = W if a is None else a.unsqueeze(-1) * W
     z = None if z is None else z.double() if a is None else a * z.double()
@@ -157,6 +171,10 @@ def _exact_step(
     y = (q.unsqueeze(-2) @ W).squeeze(-2)
     y = y if z is None else y / (z * q).sum(-1, keepdim=True)
     return [y.unsqueeze(1), W, *([] if z is None else [z])]
+
+
+def _without_time(gate: Tensor) -> Tensor:
+    return gate.transpose(1, 2) if gate.dim() == 3 else gate[:, 0]
 
 
 def _exact(
@@ -177,8 +195,9 @@ def _exact(
         a, e, w = (None if gate is None else maps.gate(gate) for gate in (a, e, w))
         mapped = (maps.of(q), maps.of(k), v, a, e, e if signature.tied else w, W)
     *tokens, W = (None if x is None else x.detach() for x in mapped)
-    y, W_end, *before = chunked.OPERATOR.forward(tokens, W, bounds, torch.float64, True, chunk, False)
-    grads = chunked.OPERATOR.backward(dy.double(), dW.double(), tokens, before, bounds, chunk, False)
+    settings = (chunk, signature.per_key)
+    y, W_end, *before = chunked.OPERATOR.forward(tokens, W, bounds, torch.float64, True, *settings)
+    grads = chunked.OPERATOR.backward(dy.double(), dW.double(), tokens, before, bounds, *settings)
     with torch.enable_grad():
         total = sum((x * grad).sum() for x, grad in zip([x for x in mapped if x is not None], grads, strict=True))
     return [y, W_end, *torch.autograd.grad(total, there)]
@@ -206,3 +225,8 @@ def shipped() -> Iterator[Signature]:
             yield StepSignature(dtype, d, d, False, True, False, True, False, features)
         for D, M in ((64, 64), (512, 256)):
             yield StepSignature(dtype, D, M, True, True, False, True, True)
+        for D, M in ((16, 16), (64, 64), (128, 128), (512, 256)):
+            (config,) = per_key_candidates(D, M, dtype, LONG)
+            yield WalkSignature(dtype, D, M, True, True, False, True, False, config, per_key=True)
+            yield WalkSignature(dtype, D, M, True, False, False, False, True, config, per_key=True)
+            yield StepSignature(dtype, D, M, True, True, False, True, False, per_key=True)

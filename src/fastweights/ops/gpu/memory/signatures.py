@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastweights.ops import family
 from fastweights.ops.features import PLAIN, Features
-from fastweights.ops.gpu.memory.strides import Gates
+from fastweights.ops.gpu.memory.strides import Gates, per_key
 from fastweights.ops.gpu.memory.variants import ChunkedWalk, RecurrentWalk, Variant, to_integers
 from fastweights.ops.spec import Spec
 
@@ -30,6 +30,8 @@ class WalkSignature(NamedTuple):
     packed: bool
     variant: Variant
     features: Features = PLAIN
+    per_key: bool = False
+    """The decays are one per key channel."""
 
     @classmethod
     def of(
@@ -44,10 +46,11 @@ class WalkSignature(NamedTuple):
     ) -> WalkSignature:
         """The signature of a call."""
         a, e, w = (gate is not None for gate in gates)
-        return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, cu_seqlens is not None, variant, features)
+        sizes = (q.dtype, q.shape[3], v.shape[3])
+        return cls(*sizes, a, e, w, tied, cu_seqlens is not None, variant, features, per_key(gates[0]))
 
     def __str__(self) -> str:
-        named = {"decay": self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
+        named = {decay_name(self.per_key): self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
         gates = ", ".join(name for name, there in named.items() if there) or "no gates"
         grouped = isinstance(self.variant, ChunkedWalk) and self.variant.groups
         form = ", packed" if self.packed else ", in groups" if grouped else ""
@@ -59,6 +62,11 @@ class WalkSignature(NamedTuple):
     def key(self) -> str:
         """Its name on disk."""
         return f"{self} {'-'.join(map(str, (*to_integers(self.variant), *self.features)))}"
+
+
+def decay_name(per_key: bool) -> str:
+    """Return what a signature calls the decay."""
+    return "decay per key" if per_key else "decay"
 
 
 class StepSignature(NamedTuple):
@@ -73,6 +81,7 @@ class StepSignature(NamedTuple):
     tied: bool
     normalized: bool
     features: Features = PLAIN
+    per_key: bool = False
 
     @classmethod
     def of_tensors(
@@ -80,16 +89,16 @@ class StepSignature(NamedTuple):
     ) -> StepSignature:
         """Return the signature of a call with these tensors."""
         a, e, w = (gate is not None for gate in gates)
-        return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, normalized, features)
+        return cls(q.dtype, q.shape[3], v.shape[3], a, e, w, tied, normalized, features, per_key(gates[0]))
 
     @classmethod
     def of(cls, spec: Spec) -> StepSignature:
         """Return the signature that a call needs."""
         there = family.coefficients_there(spec)
-        return cls(spec.dtype, spec.shape[3], spec.M, *there, spec.normalized, spec.features)
+        return cls(spec.dtype, spec.shape[3], spec.M, *there, spec.normalized, spec.features, spec.per_key)
 
     def __str__(self) -> str:
-        named = {"decay": self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
+        named = {decay_name(self.per_key): self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
         gates = ", ".join(name for name, there in (named | {"z": self.normalized}).items() if there) or "no gates"
         return f"one token, {str(self.dtype)[6:]}, {self.features.describe(self.D)}, M = {self.M}, {gates}"
 

@@ -9,10 +9,9 @@ from triton import next_power_of_2
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.memory.buffers import Buffer
 from fastweights.ops.gpu.memory.kernels.one_token import take_step
-from fastweights.ops.gpu.memory.kernels.options import Options
+from fastweights.ops.gpu.memory.kernels.options import TYPES, Options, map_options
 from fastweights.ops.gpu.memory.launcher import Launch, dtype_of, kind_of, planned
-from fastweights.ops.gpu.memory.plan import TYPES, map_options
-from fastweights.ops.gpu.memory.strides import Gates, common_strides
+from fastweights.ops.gpu.memory.strides import Gates, common_strides, per_key
 
 
 class StepPlan:
@@ -25,7 +24,7 @@ class StepPlan:
         D, wide = features.size(R), torch.promote_types(data, torch.float32)
         block_D = next_power_of_2(D)
         block_M = min(next_power_of_2(M), max(4096 // block_D, 16))
-        heads, (ready, gate_strides) = _with_adjacent_features(q, k, v), common_strides(gates, 0)
+        heads, (ready, gate_strides) = _with_adjacent_features(q, k, v), _gates_of_one_token(gates)
         self.as_given = all(x is y for x, y in zip((*heads, *ready), (q, k, v, *gates), strict=True))
         strides = (*(s for x in heads for s in (x.stride(0), x.stride(2))), *gate_strides)
         a, e, w = (dtype_of(gate) for gate in ready)
@@ -35,7 +34,8 @@ class StepPlan:
             M=M,
             block_D=block_D,
             block_M=block_M,
-            decay=a is not None,
+            decay=a is not None and not per_key(gates[0]),
+            per_key=per_key(gates[0]),
             erase=e is not None,
             write=w is not None,
             tied=tied,
@@ -64,7 +64,7 @@ class StepPlan:
             with torch.cuda.device(self.index):
                 return self(q, k, v, gates, W, z, in_place)
         if not self.as_given:
-            (q, k, v), gates = _with_adjacent_features(q, k, v), common_strides(gates, 0)[0]
+            (q, k, v), gates = _with_adjacent_features(q, k, v), _gates_of_one_token(gates)[0]
         y = self.y()
         # Every program reads z, and only one writes it: the new one needs a place of its own.
         z_end = None if self.z is None else self.z()
@@ -83,6 +83,16 @@ class StepPlan:
 def _with_adjacent_features(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     return q, k, v
+
+
+def _gates_of_one_token(gates: Gates) -> tuple[Gates, tuple[int, int]]:
+    """Return the gates as the kernel takes them, and the batch and head strides of those that are one a head."""
+    a, e, w = gates
+    if not per_key(a):
+        return common_strides(gates, 0)
+    assert a is not None
+    (_, e, w), strides = common_strides((None, e, w), 0)
+    return (a.contiguous(), e, w), strides
 
 
 def step_plan(

@@ -23,7 +23,7 @@ class Strides:
         ready = q, k, v, a, e, w = addressable_tokens(tokens, reach)
         self.as_given = all(x is y for x, y in zip(ready, tokens, strict=True))
         self._strides = strides_of(q, k, v)
-        self.gates = common_strides((a, e, w), reach=reach)[1]
+        self.gates = common_strides((None if per_key(a) else a, e, w), reach=reach)[1]
 
     def prepare(self, tokens: Tokens) -> Tokens:
         """Return tokens that lie like those of the plan with strides that the kernels can take."""
@@ -35,6 +35,11 @@ class Strides:
         if any(stride % _UNIT for stride in strides):
             return 1, (*strides, *self.gates)
         return _UNIT, (*(stride // _UNIT for stride in strides), *self.gates)
+
+
+def per_key(a: Tensor | None) -> bool:
+    """Say whether decays are one per key channel."""
+    return a is not None and a.dim() == 4
 
 
 def common_strides(gates: Gates, axis: int = 1, reach: int = REACH) -> tuple[Gates, tuple[int, int]]:
@@ -74,7 +79,13 @@ def addressable(x: Tensor, reach: int = REACH) -> Tensor:
 def addressable_tokens(tokens: Tokens, reach: int = REACH) -> Tokens:
     """Return the tokens with strides that the kernels can take."""
     q, k, v, a, e, w = tokens
-    gates = common_strides((a, e, w), reach=reach)[0]
+    if per_key(a):
+        assert a is not None
+        # Decays per key channel lie as if they were all there is.
+        _, e, w = common_strides((None, e, w), reach=reach)[0]
+        gates: Gates = (a.contiguous(), e, w)
+    else:
+        gates = common_strides((a, e, w), reach=reach)[0]
     return addressable(q, reach), addressable(k, reach), addressable(v, reach), *gates
 
 

@@ -271,6 +271,11 @@ PROGRAMS, MOST_GROUPS, LEAST_GROUPS, LEAST_CHUNKS = 256, 64, 8, 4
 # Programs that fill a GPU without groups, where each takes some of many values.
 ENOUGH = 128
 
+# Decays per key: warps of the launch before the walks, by the tokens of a chunk, and how many features that takes at a
+# time; warps of the launch for the gradients of chunks that fade too fast for the other.
+_PER_KEY = {16: {"prepare_warps": 2}, 64: {"prepare_warps": 1}}
+PER_KEY_TILE, STEEP_WARPS = 32, 8
+
 LARGEST_MAPPED = 256
 # The most values that fit beside up to this many features, in every dtype, on chips of compute capability 8.0.
 LARGEST_M_MAPPED = {128: 128, LARGEST_MAPPED: 32}
@@ -351,6 +356,15 @@ def _that_hold(rows: Mapping[tuple[int, int], AnyVariant], D: int, M: int) -> li
     return [row for (keys, values), row in rows.items() if keys >= D and values >= M]
 
 
+def per_key_candidates(D: int, M: int, dtype: torch.dtype, T: int) -> list[Variant]:
+    """Return the variants for decays per key channel: those in which other launches prepare and finish the walks."""
+    dtype = torch.float16 if T == 1 and dtype == torch.bfloat16 else dtype
+    rows = {size: row for size, row in TABLE[dtype].items() if isinstance(row, SplitWalk)}
+    row = _that_hold(rows, D, M)[0]
+    warps = next(warps for chunk, warps in _PER_KEY.items() if chunk >= row.chunk)
+    return [_changed(row, chunks_per_program=1, gradient_stages=1, gradient_warps=4, **warps)]
+
+
 def configuration(
     D: int, M: int, dtype: torch.dtype, walks: int, T: int, features: Features = PLAIN, by_token: bool = True
 ) -> Variant:
@@ -371,30 +385,7 @@ def group_length(T: int, cu_seqlens: Tensor | None, variant: Variant) -> int:
     return 0 if (LEAST_GROUPS - 1) * length >= T else length
 
 
-def kept_shapes(
-    shape: tuple[int, ...], M: int, erase: bool, cu_seqlens: Tensor | None, variant: Variant
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of states before chunks and of their tiles Z and P, one slot a chunk, and of tokens' errors.
-
-    `shape` is (B, T, H, D) with the D of mapped keys. With packed sequences the number of chunks depends on
-    their lengths; the number of slots bounds it.
-    """
-    B, T, H, D = shape
-
-    def slots(tokens: int) -> int:
-        return B * -(-T // tokens) if cu_seqlens is None else T // tokens + cu_seqlens.numel() - 1
-
-    planes = int(erase) + int(variant.prepared) if isinstance(variant, ChunkedWalk) else 0
-    tiles = (slots(variant.step) if planes else 0, H, planes, variant.step, variant.step)
-    return (slots(variant.chunk), H, M, D), tiles, (B if erase else 0, T, H, M)
-
-
 def number_of_groups(T: int, cu_seqlens: Tensor | None, variant: Variant) -> int:
     """Return how many groups a sequence is cut into; 0 for none."""
     length = group_length(T, cu_seqlens, variant)
     return -(-T // length) if length else 0
-
-
-def operand_dtype(data: torch.dtype, state: torch.dtype, variant: Variant) -> torch.dtype:
-    """Return the dtype of operands and of what is kept for backward: that of the data, or that of the state."""
-    return data if variant.precision == HALF else state

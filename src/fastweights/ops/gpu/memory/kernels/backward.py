@@ -45,6 +45,7 @@ def walk_backward(
     k,  # (B, T, H, R)
     v,  # (B, T, H, M)
     gates,  # a, e, w, each (B, T, H) or None
+    remaining,  # as `walk_forward` takes it
     cu_seqlens,  # (N + 1,) or None
     states,  # (slots, H, M, D), kept by `walk_forward`
     tiles,  # (slots, H, planes, C, C), the same
@@ -78,9 +79,12 @@ def walk_backward(
             dq, dk = `key_gradients`
             de, dw, da = (dR * E.T).sum(0), (dR * v.T).sum(0), as in `chunk_gradients`
         dW = dW * γ[-1] + (dy.T * γ) @ q - (dR * e * γ) @ k
+
+    Decays per key come with keys and queries, as in `walk_forward`.
     """
     C: tl.constexpr = o.C
     a, e, w = gates
+    k_rest, last_rest = remaining
     da, de, dw = dgates
     q_token, q_head, k_token, k_head, v_token, v_head, dy_token, dy_head, gate_token, gate_head = strides
     q_token *= o.unit
@@ -125,6 +129,10 @@ def walk_backward(
         k_at = k + token * k_token + head * k_head
         q_, q_t = load_features(q_at, rows, left, d, q_token, o)
         k_, k_t = load_features(k_at, rows, left, d, k_token, o)
+        if o.per_key:
+            rest = (token * o.H + head) * o.D
+            k_t = load_transposed(k_rest + rest, rows, left, d, o.H * o.D, o.D, o.both_ways)
+            last_key = tl.load(last_rest + ((tile + step) * o.H + head) * o.D + d, d < o.D, 0.0)
         dy_at = dy + token * dy_token + head * dy_head
         dy_t = load_transposed(dy_at, rows, left, m, dy_token, o.M, o.both_ways)
         q_left = load_again(q_, q_at, rows, left, d, q_token, 1, o.D, AGAIN)
@@ -266,6 +274,8 @@ def walk_backward(
             dW_t *= last
             dy_t = dy_t.to(o.acc) * fade[None, :]
             drest *= fade[None, :]
+        if o.per_key:
+            dW_t *= last_key[None, :]
         dW_t += dot(dy_t, q_, o)
         if o.erase:
             dW_t += dot(drest * -1.0, k_, o)

@@ -48,6 +48,7 @@ def chunk_gradients(
     dgates,  # da, de, dw, each (B, T, H) or None
     dstates,  # (slots, H, M, D), left by `walk_backward`
     dright,  # (B, T, H, M), the same: dR, which may stand where dv will
+    pairs,  # with decays per key, dP and G for `key_decay_gradients`, (slots, H, planes, C, C)
     N,
     T,
     strides,  # token and head strides of q, k, v, dy and the gates
@@ -65,7 +66,8 @@ def chunk_gradients(
         dΓ = dy @ U.T * (q @ k.T) - R @ U.T * (k @ k.T)
         da = `gradient_from_reach` + `gradient_from_ends`
 
-    With more than one chunk a program, loads run ahead as they do in a walk.
+    With more than one chunk a program, loads run ahead as they do in a walk. Decays per key leave what follows dP and G
+    to `key_decay_gradients`; both are then without Γ.
     """
     C: tl.constexpr = o.C
     a, e, w = gates
@@ -136,13 +138,13 @@ def chunk_gradients(
             store_gate_gradient(dw + gate_out, dw_, slope, rows, left, o.H)
         if not WIDE:
             _store_values(dv + at, dR, scale if SCALED else write, rows, left, m, o)
-        if WHOLE:
+        if WHOLE and not o.per_key:
             k_, k_t = load_features(k_at, rows, left, features, k_token, o)
             q_ = load_features(q_at, rows, left, features, q_token, o)[0]
 
         # Tokens t that read as rows, and what the gradient of Γ is formed of; then tokens s that are read.
         dscores_t = dot(dy_, U_t, o)
-        dscores_s = tl.trans(dscores_t) if WIDE else dscores_t
+        dscores_s = tl.trans(dscores_t) if WIDE and not o.per_key else dscores_t
         if SCALED:
             dscores_t *= scale[None, :]
         if o.decay:
@@ -163,7 +165,7 @@ def chunk_gradients(
         dscores_t = dscores_t.to(o.operand)
         if o.erase:
             dkeys_t = dot(dR, U_t, o)
-            dkeys = tl.trans(dkeys_t) if WIDE else dkeys_t
+            dkeys = tl.trans(dkeys_t) if WIDE and not o.per_key else dkeys_t
             if o.tied:
                 de_ = tl.sum(tl.where(s == t, dkeys_t, 0.0), 1)
             slope = gate_slope(e + gate, rows, left, gate_token, o)
@@ -179,71 +181,78 @@ def chunk_gradients(
                     products += dot(k_, k_t, o)
                 dreach -= dkeys_t * products
                 dkeys_t *= between * a_[:, None]
+        if o.per_key:
+            pair = pairs + (slot.to(tl.int64) * o.H + head) * o.planes * C * C + s * C + t
+            there = (s < C) & (left > 0)
+            tl.store(pair, dscores_t, there)
+            if o.erase:
+                tl.store(pair + C * C, tl.where(s > t, dkeys_t, 0.0).to(o.operand), there)
         if o.decay:
             fading = reach(dreach, sums, sums, False, 1, C)
             da_ = gradient_from_reach(dreach, fading, between, o)
-        if not WIDE:
-            dscores_s = dot(U, dy_t, o)
-        if SCALED:
-            dscores_s *= scale[:, None]
-        dscores_s = dscores_s * fading if o.decay else tl.where(s <= t, dscores_s, 0.0)
-        dscores_s = dscores_s.to(o.operand)
-        if o.erase:
+        if not o.per_key:
             if not WIDE:
-                dkeys = dot(U, dR_t, o)
-            dkeys *= erase[None, :]
+                dscores_s = dot(U, dy_t, o)
             if SCALED:
-                dkeys *= scale[:, None]
-            if o.decay:
-                dkeys = tl.where(s == t, 0.0, dkeys * fading + dkeys_t)
-            else:
-                dkeys = tl.where(s < t, dkeys, tl.where(s > t, dkeys_t, 0.0))
-            dkeys = (dkeys * -1.0).to(o.operand)
-
-        fade = erase
-        remain = scale
-        if o.decay:
-            fade = power(sums)
-            remain = power_between(decay_total(logarithms), sums)
-            recalled = tl.zeros((C,), o.acc)
-            read = tl.zeros((C,), o.acc)
-            kept = tl.zeros((C,), o.acc)
-            whole = tl.zeros((), o.acc)
-            if SCALED:
-                remain *= scale
-        for f in range(0, o.D, o.block_D):
-            d = f + features
-            W_t = load_rows(states + state, m, states_there, d, o.D, o.D)
-            if not WHOLE:
-                k_ = load_features(k_at, rows, left, d, k_token, o)[0]
-                q_ = load_features(q_at, rows, left, d, q_token, o)[0]
-            if WIDE:
-                dy_ = load_rows(dy + token * dy_token + head * dy_head, rows, left, m, dy_token, o.M)
-            dq_ = dot(dy_, W_t, o)
-            if o.decay:
-                read += tl.sum(dq_ * q_.to(o.acc), 1)
-                dq_ *= fade[:, None]
-            dq_ += dot(dscores_t, k_, o)
-            _store(dq + key_at, dq_, q_at, rows, left, d, q_token, o)
-            dW_t = load_rows(dstates + state, m, states_there, d, o.D, o.D)
-            if WIDE and SCALED:
-                U = load_rows(errors + at, rows, left, m, o.H * o.M, o.M) if o.erase else v_
-            dk_ = dot(U, dW_t, o)
-            if o.decay:
-                kept += tl.sum(dk_ * k_.to(o.acc), 1)
-                whole += tl.sum(dW_t.to(o.acc) * W_t.to(o.acc))
-            if o.decay or SCALED:
-                dk_ *= remain[:, None]
+                dscores_s *= scale[:, None]
+            dscores_s = dscores_s * fading if o.decay else tl.where(s <= t, dscores_s, 0.0)
+            dscores_s = dscores_s.to(o.operand)
             if o.erase:
-                if WIDE:
-                    dR = load_rows(dright + at, rows, left, m, o.H * o.M, o.M)
-                less = dot(dR, W_t, o)
+                if not WIDE:
+                    dkeys = dot(U, dR_t, o)
+                dkeys *= erase[None, :]
+                if SCALED:
+                    dkeys *= scale[:, None]
                 if o.decay:
-                    recalled += tl.sum(less * k_.to(o.acc), 1)
-                dk_ -= less * (fade * erase if o.decay else erase)[:, None]
-                dk_ += dot(dkeys, k_, o)
-            dk_ += dot(dscores_s, q_, o)
-            _store(dk + key_at, dk_, k_at, rows, left, d, k_token, o)
+                    dkeys = tl.where(s == t, 0.0, dkeys * fading + dkeys_t)
+                else:
+                    dkeys = tl.where(s < t, dkeys, tl.where(s > t, dkeys_t, 0.0))
+                dkeys = (dkeys * -1.0).to(o.operand)
+
+            fade = erase
+            remain = scale
+            if o.decay:
+                fade = power(sums)
+                remain = power_between(decay_total(logarithms), sums)
+                recalled = tl.zeros((C,), o.acc)
+                read = tl.zeros((C,), o.acc)
+                kept = tl.zeros((C,), o.acc)
+                whole = tl.zeros((), o.acc)
+                if SCALED:
+                    remain *= scale
+            for f in range(0, o.D, o.block_D):
+                d = f + features
+                W_t = load_rows(states + state, m, states_there, d, o.D, o.D)
+                if not WHOLE:
+                    k_ = load_features(k_at, rows, left, d, k_token, o)[0]
+                    q_ = load_features(q_at, rows, left, d, q_token, o)[0]
+                if WIDE:
+                    dy_ = load_rows(dy + token * dy_token + head * dy_head, rows, left, m, dy_token, o.M)
+                dq_ = dot(dy_, W_t, o)
+                if o.decay:
+                    read += tl.sum(dq_ * q_.to(o.acc), 1)
+                    dq_ *= fade[:, None]
+                dq_ += dot(dscores_t, k_, o)
+                _store(dq + key_at, dq_, q_at, rows, left, d, q_token, o)
+                dW_t = load_rows(dstates + state, m, states_there, d, o.D, o.D)
+                if WIDE and SCALED:
+                    U = load_rows(errors + at, rows, left, m, o.H * o.M, o.M) if o.erase else v_
+                dk_ = dot(U, dW_t, o)
+                if o.decay:
+                    kept += tl.sum(dk_ * k_.to(o.acc), 1)
+                    whole += tl.sum(dW_t.to(o.acc) * W_t.to(o.acc))
+                if o.decay or SCALED:
+                    dk_ *= remain[:, None]
+                if o.erase:
+                    if WIDE:
+                        dR = load_rows(dright + at, rows, left, m, o.H * o.M, o.M)
+                    less = dot(dR, W_t, o)
+                    if o.decay:
+                        recalled += tl.sum(less * k_.to(o.acc), 1)
+                    dk_ -= less * (fade * erase if o.decay else erase)[:, None]
+                    dk_ += dot(dkeys, k_, o)
+                dk_ += dot(dscores_s, q_, o)
+                _store(dk + key_at, dk_, k_at, rows, left, d, k_token, o)
 
         if WIDE:
             dR = load_rows(dright + at, rows, left, m, o.H * o.M, o.M)

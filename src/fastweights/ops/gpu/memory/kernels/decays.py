@@ -9,7 +9,7 @@ product over it is 0 and one over anything else is what it would be without. Sig
 import triton
 import triton.language as tl
 
-from fastweights.ops.gpu.memory.kernels.tiles import product
+from fastweights.ops.gpu.memory.kernels.tiles import dot, exponential, load_rows, product
 
 # Far below the logarithm of any number; as many as a chunk has tokens can be summed exactly in float32.
 NOTHING: tl.constexpr = tl.constexpr(-16384.0)
@@ -144,3 +144,147 @@ def gradient_from_ends(a, kept, dfade, sums, logarithms, o: tl.constexpr):
     later = tl.associative_scan((a, a * dfade, one, zero), 0, _linear, reverse=True)[3] + dfade
     remain = power_between(decay_total(logarithms), sums)
     return earlier * remain + later * power(sums_before(sums, logarithms))
+
+
+# Natural logarithms of decays: less than `LEAST` is as good as nothing. Up to `STEEP` away from the middle of a chunk,
+# one factor stands for each of two tokens: e to twice that is near the largest number there is. In float32 it is less,
+# since the digits before the point of a logarithm are lost behind it.
+LEAST: tl.constexpr = tl.constexpr(-2000.0)
+STEEP: tl.constexpr = tl.constexpr(60.0)
+STEEP_IN_FULL: tl.constexpr = tl.constexpr(6.0)
+
+
+@triton.jit
+def load_logarithms(g, rows, left, d, o: tl.constexpr):
+    """Log decays (C, D) of a chunk for some features, 0 past its last token."""
+    return tl.maximum(load_rows(g, rows, left, d, o.H * o.D, o.D).to(o.acc), LEAST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def load_shifted(x, rows, shift, left, d, stride, o: tl.constexpr):
+    """Rows of a (tokens, D) matrix `shift` tokens on, zero outside of the same 16 tokens."""
+    at = rows + shift
+    inside = (at >= 0) & (at // 16 == rows // 16) & (at < left)
+    return tl.load(x + at[:, None] * stride + d[None, :], inside[:, None] & (d[None, :] < o.D), 0.0).to(o.acc)
+
+
+@triton.jit
+def _sum_two(x, y, next_x, next_y):
+    return x + next_x, y + next_y
+
+
+@triton.jit
+def log_sums(g, o: tl.constexpr):
+    """Sums of log decays g (C, D) within 16 tokens: up to each one, past it, and all (C / 16, D).
+
+    Whole numbers and rests of at most one half are summed apart. Differences of whole numbers are exact, and rests are
+    short: small logarithms keep their digits beside those of decays of next to nothing.
+    """
+    D: tl.constexpr = g.shape[1]
+    g = tl.reshape(g, (o.C // 16, 16, D))
+    position = tl.arange(0, 16)[None, :, None]
+    whole = tl.floor(g + 0.5)
+    whole, rest = tl.associative_scan((whole, g - whole), 1, _sum_two)
+    last = tl.sum(tl.where(position == 15, whole, 0.0), 1, keep_dims=True)
+    last_rest = tl.sum(tl.where(position == 15, rest, 0.0), 1, keep_dims=True)
+    until = (last - whole) + (last_rest - rest)
+    total = tl.reshape(last + last_rest, (o.C // 16, D))
+    shape: tl.constexpr = (o.C, D)
+    return tl.reshape(whole + rest, shape), tl.reshape(until, shape), total
+
+
+@triton.jit
+def stretched(x, total, WIDTH: tl.constexpr, LATER: tl.constexpr, o: tl.constexpr):
+    """Sums x (C, D) up to tokens, or with `LATER` past them, over stretches of `WIDTH` tokens instead of 16."""
+    BLOCKS: tl.constexpr = o.C // 16
+    D: tl.constexpr = x.shape[1]
+    if BLOCKS > 1:
+        own = tl.arange(0, BLOCKS)[:, None]
+        other = tl.arange(0, BLOCKS)[None, :]
+        counts = (own // (WIDTH // 16) == other // (WIDTH // 16)) & (other > own if LATER else other < own)
+        more = tl.sum(tl.where(counts[:, :, None], total[None, :, :], 0.0), 1)
+        x = tl.reshape(tl.reshape(x, (BLOCKS, 16, D)) + more[:, None, :], (o.C, D))
+    return x
+
+
+@triton.jit
+def across(later, earlier, HALF: tl.constexpr):
+    """Say of pairs of tokens whether the middle of a stretch of two times `HALF` tokens stands between them."""
+    return (later // HALF == earlier // HALF + 1) & (later // HALF % 2 == 1)
+
+
+@triton.jit
+def around_middle(g, o: tl.constexpr):
+    """Sums of log decays g (C, D) since the middle of a chunk, negative past it; those up to and past the middle (D,).
+
+    Also returned: whether any is steep.
+    """
+    sums = tl.cumsum(g, 0)
+    rows = tl.arange(0, o.C)[:, None]
+    first = tl.sum(tl.where(rows == o.C // 2 - 1, sums, 0.0), 0)
+    since = sums - first[None, :]
+    most: tl.constexpr = STEEP_IN_FULL if o.precision == "tf32x3" else STEEP
+    steep = tl.max(tl.max(tl.abs(since), 1), 0) > most
+    return since, first, tl.sum(tl.where(rows == o.C - 1, since, 0.0), 0), steep
+
+
+@triton.jit
+def key_products(scores, keys, q, k, g, rows, left, d, q_token, k_token, o: tl.constexpr):
+    """Add what some features give to products under decays per key channel, (C, C) with tokens s that are read as rows.
+
+        reach = exp(g[s + 1 : t + 1].sum(0))                    # for s <= t, (D,)
+        scores[s, t] += (k[s] * reach * q[t]).sum()
+        keys[s, t] += (k[s] * reach * k[t]).sum()
+
+    A product of decays is one since the middle of the chunk over another, so that all pairs are one matrix product.
+    Where these quotients are of too large or too small numbers, pairs across the middle of 32 and of 64 tokens are a
+    matrix product each, of factors of at most 1, and pairs of the same 16 tokens are gone through one by one. Also
+    returned: q * γ, k * γ, k * Γ[-1] and γ[-1].
+    """
+    s = rows[:, None]
+    t = rows[None, :]
+    q_ = load_rows(q, rows, left, d, q_token, o.D).to(o.acc)
+    k_ = load_rows(k, rows, left, d, k_token, o.D).to(o.acc)
+    g_ = load_logarithms(g, rows, left, d, o)
+    middle, first, rest, steep = around_middle(g_, o)
+    if steep:
+        since, until, total = log_sums(g_, o)
+        if not o.only_faded:
+            reach = tl.zeros_like(g_)
+            for j in range(0, 16):
+                reached = load_shifted(k, rows, -j, left, d, k_token, o) * exponential(reach)
+                pairs = t - s == j
+                scores += tl.where(pairs, tl.sum(q_ * reached, 1)[None, :], 0.0)
+                if o.erase:
+                    keys += tl.where(pairs, tl.sum(k_ * reached, 1)[None, :], 0.0)
+                reach += tl.maximum(load_shifted(g, rows, -j, left, d, o.H * o.D, o), LEAST)
+            if o.C > 16:
+                fade = exponential(since)
+                remain = exponential(until)
+                scores, keys = _add_products(scores, keys, q_, k_, fade, remain, across(t, s, 16), o)
+            if o.C > 32:
+                fade = exponential(stretched(since, total, 32, False, o))
+                remain = exponential(stretched(until, total, 32, True, o))
+                scores, keys = _add_products(scores, keys, q_, k_, fade, remain, across(t, s, 32), o)
+        fade = exponential(stretched(since, total, o.C, False, o))
+        remain = exponential(stretched(until, total, o.C, True, o))
+        last = exponential(tl.sum(total, 0))
+    else:
+        fade = exponential(middle)
+        remain = exponential(-middle)
+        if not o.only_faded:
+            scores, keys = _add_products(scores, keys, q_, k_, fade, remain, s <= t, o)
+        fade *= exponential(first)[None, :]
+        remain *= exponential(rest)[None, :]
+        last = exponential(first + rest)
+    return scores, keys, q_ * fade, k_ * fade, k_ * remain, last
+
+
+@triton.jit
+def _add_products(scores, keys, q, k, fade, remain, pairs, o: tl.constexpr):
+    """Add the products of some pairs of tokens, rows s, whose product of decays is that of two factors."""
+    read = (k * remain).to(o.operand)
+    scores += tl.where(pairs, dot(read, tl.trans(q * fade), o), 0.0)
+    if o.erase:
+        keys += tl.where(pairs, dot(read, tl.trans(k * fade), o), 0.0)
+    return scores, keys

@@ -11,11 +11,13 @@ from fastweights.ops.gpu.memory.kernels.decays import (
     decay_logarithms,
     decay_sums,
     fades,
+    key_products,
     reach,
 )
 from fastweights.ops.gpu.memory.kernels.maps import load_features
 from fastweights.ops.gpu.memory.kernels.tiles import (
     at_or_above,
+    chunk_in,
     dot,
     load_again,
     load_by_product,
@@ -25,8 +27,8 @@ from fastweights.ops.gpu.memory.kernels.tiles import (
     product,
     resolvent,
     sequence,
-    sequence_of,
     store_columns,
+    store_rows,
 )
 
 
@@ -36,6 +38,7 @@ def walk_forward(
     k,  # (B, T, H, R)
     v,  # (B, T, H, M)
     gates,  # a, e, w, each (B, T, H) or None
+    remaining,  # with decays per key, k * Γ[-1] (B, T, H, D) and γ[-1] of each step (slots, H, D)
     W,  # (N, H, D, M), the first state
     cu_seqlens,  # (N + 1,) or None
     y,  # (B, T, H, M)
@@ -63,9 +66,12 @@ def walk_forward(
         U = E * e                                               # else E * e + v.T * w
         y = W @ q.T * γ + U @ P
         W = W * γ[-1] + (U * Γ[-1]) @ k
+
+    With decays per key, Γ and γ have D features and stand beside k and q: these come as q * γ, k * γ and k * Γ[-1].
     """
     C: tl.constexpr = o.C
     a, e, w = gates
+    k_rest, last_rest = remaining
     q_token, q_head, k_token, k_head, v_token, v_head, gate_token, gate_head = strides
     q_token *= o.unit
     q_head *= o.unit
@@ -99,6 +105,9 @@ def walk_forward(
     states += (slot * o.H + head) * o.D * o.M
     tiles += (tile * o.H + head) * o.planes * C * C
     errors += (first * o.H + head) * o.M
+    if o.per_key:
+        k_rest += (first * o.H + head) * o.D
+        last_rest += (tile * o.H + head) * o.D
     # Values are no operands, which the compiler would copy ahead: they are loaded a chunk ahead here.
     CARRY: tl.constexpr = o.prepared and not o.prefetch
     v_next = load_rows(v, rows, length, m, v_token, o.M) if CARRY else rows
@@ -170,6 +179,11 @@ def walk_forward(
         if o.decay:
             u *= remain[None, :]
             W_t *= last
+        if o.per_key:
+            k_ = load_rows(k_rest, rows, left, d, o.H * o.D, o.D)
+            W_t *= tl.load(last_rest + d, d < o.D, 0.0)[None, :]
+            k_rest += C * o.H * o.D
+            last_rest += o.H * o.D
         W_t += dot(u, k_, o)
 
         q += C * q_token
@@ -186,9 +200,10 @@ def walk_forward(
 def prepare_chunks(
     q,  # (B, T, H, R)
     k,  # (B, T, H, R)
-    gates,  # a, e, each (B, T, H) or None
+    gates,  # a, e, each (B, T, H) or None; with decays per key, a (B, T, H, D)
     cu_seqlens,  # (N + 1,) or None
     tiles,  # (slots, H, planes, C, C)
+    faded,  # with decays per key, q * γ, k * γ and k * Γ[-1], each (B, T, H, D), and γ[-1] (slots, H, D)
     N,
     T,
     strides,  # token and head strides of q, k and the gates
@@ -209,13 +224,9 @@ def prepare_chunks(
     program = tl.program_id(0)
     head = program % o.H
     slot = program // o.H
-    n = sequence_of(slot, N, cu_seqlens, C) if o.packed else slot // tl.cdiv(T, C)
-    first, length, first_slot = sequence(n, T, cu_seqlens, C, o)
-    start = (slot - first_slot) * C
-    left = (length - start).to(tl.int32)
+    token, left = chunk_in(slot, N, T, cu_seqlens, o)
     if left <= 0:
         return
-    token = first + start
     q += token * q_token + head * q_head
     k += token * k_token + head * k_head
     gate = token * gate_token + head * gate_head
@@ -227,11 +238,25 @@ def prepare_chunks(
     keys = tl.zeros((C, C), o.acc)
     for f in range(0, o.D, o.block_D):
         d = f + tl.arange(0, o.block_D)
-        k_, k_t = load_features(k, rows, left, d, k_token, o)
-        _, q_t = load_features(q, rows, left, d, q_token, o)
-        scores += dot(k_, q_t, o)
-        if o.erase:
-            keys += dot(k_, k_t, o)
+        if o.per_key:
+            key = (token * o.H + head) * o.D
+            scores, keys, q_, k_, rest, last = key_products(
+                scores, keys, q, k, a + key, rows, left, d, q_token, k_token, o
+            )
+            q_faded, k_faded, k_rest, last_rest = faded
+            store_rows(q_faded + key, q_, rows, left, d, o.H * o.D, o.D)
+            if o.erase:
+                store_rows(k_faded + key, k_, rows, left, d, o.H * o.D, o.D)
+            store_rows(k_rest + key, rest, rows, left, d, o.H * o.D, o.D)
+            tl.store(last_rest + (slot.to(tl.int64) * o.H + head) * o.D + d, last, d < o.D)
+        else:
+            k_, k_t = load_features(k, rows, left, d, k_token, o)
+            _, q_t = load_features(q, rows, left, d, q_token, o)
+            scores += dot(k_, q_t, o)
+            if o.erase:
+                keys += dot(k_, k_t, o)
+    if o.only_faded:
+        return
     A = tl.where(s < t, keys, 0.0)
     if o.decay:
         sums = decay_sums(decay_logarithms(load_gate(a + gate, rows, left, gate_token, 1.0, o), o))

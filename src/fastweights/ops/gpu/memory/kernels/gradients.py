@@ -8,8 +8,25 @@ What is needed both ways is formed both ways, or transposed after the last produ
 import triton
 import triton.language as tl
 
+from fastweights.ops.gpu.memory.kernels.decays import (
+    LEAST,
+    across,
+    around_middle,
+    load_logarithms,
+    load_shifted,
+    log_sums,
+    stretched,
+)
 from fastweights.ops.gpu.memory.kernels.maps import raw_gradient
-from fastweights.ops.gpu.memory.kernels.tiles import dot, store_columns, store_rows
+from fastweights.ops.gpu.memory.kernels.tiles import (
+    chunk_in,
+    dot,
+    exponential,
+    load_gate,
+    load_rows,
+    store_columns,
+    store_rows,
+)
 
 
 @triton.jit
@@ -141,3 +158,181 @@ def store_key_gradients(
 def store_gate_gradient(dx, gradient, slope, rows, left, H: tl.constexpr):
     """Back through the sigmoid, if there is one, and out."""
     tl.store(dx + rows * H, gradient * slope, rows < left)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def key_decay_gradients(
+    q,  # (B, T, H, D)
+    k,  # (B, T, H, D)
+    v,  # (B, T, H, M)
+    gates,  # the log decays a (B, T, H, D), and e, w, each (B, T, H) or None
+    cu_seqlens,  # (N + 1,) or None
+    states,  # (slots, H, M, D), kept by `walk_forward`
+    errors,  # (B, T, H, M), the same
+    dy,  # (B, T, H, M)
+    dq,  # (B, T, H, D)
+    dk,  # (B, T, H, D)
+    da,  # (B, T, H, D)
+    dstates,  # (slots, H, M, D), left by `walk_backward`
+    dright,  # (B, T, H, M), the same: dR; without `o.separate` dv, which is e dR
+    pairs,  # dP and G, (slots, H, planes, C, C), left by `chunk_gradients`
+    left_out,  # (programs,), which programs do nothing without `o.steep`, and everything with it
+    N,
+    T,
+    strides,  # token and head strides of q, k, v, dy and the gates
+    o: tl.constexpr,
+):
+    """Gradients of keys, queries and log decays of one chunk and head under decays per key, for some features.
+
+        reach = exp(a[s + 1 : t + 1].sum(0))                    # for s <= t, (D,)
+        dq[t] = γ[t] * (dy @ W)[t] + sum(dP[t, s] * reach * k[s] for s in range(t + 1))
+        later[t] = -γ[t] * (R @ W)[t] - sum(G[t, s] * reach * k[s] for s in range(t))
+        earlier[s] = Γ[-1, s] * (U @ dW)[s] + sum(reach * (dP[t, s] * q[t] - G[t, s] * k[t]) for t in range(s, C))
+        dk = later + earlier
+        da = reverse_cumsum(q * dq + k * (later - earlier)) + (k * Γ[-1] * (U @ dW)).sum(0) + γ[-1] * (W * dW).sum(0)
+
+    Pairs of tokens are gone through as in `decays.key_products`, in a launch for each of its two ways: the second takes
+    many more registers.
+    """
+    a, e, w = gates
+    q_token, q_head, k_token, k_head, v_token, v_head, dy_token, dy_head, gate_token, gate_head = strides
+    C: tl.constexpr = o.C
+    parts: tl.constexpr = (o.D + o.block_D - 1) // o.block_D
+    program = tl.program_id(0)
+    head = program // parts % o.H
+    slot = program // (parts * o.H)
+    token, left = chunk_in(slot, N, T, cu_seqlens, o)
+    if left <= 0:
+        return
+    rows = tl.arange(0, C)
+    m = tl.arange(0, o.block_M)
+    d = program % parts * o.block_D + tl.arange(0, o.block_D)
+    here = (slot.to(tl.int64) * o.H + head) * o.planes
+    state = (slot.to(tl.int64) * o.H + head) * o.D * o.M
+    gate = token * gate_token + head * gate_head
+    key = (token * o.H + head) * o.D
+    value = (token * o.H + head) * o.M
+    q += token * q_token * o.unit + head * q_head * o.unit
+    k += token * k_token * o.unit + head * k_head * o.unit
+    v += token * v_token * o.unit + head * v_head * o.unit
+    dy += token * dy_token * o.unit + head * dy_head * o.unit
+    q_token *= o.unit
+    k_token *= o.unit
+    a += key
+    pairs += here * C * C
+
+    a_ = load_logarithms(a, rows, left, d, o)
+    if o.steep:
+        if tl.load(left_out + program) == 0:
+            return
+    else:
+        middle, first, rest, steep = around_middle(a_, o)
+        tl.store(left_out + program, steep.to(tl.int32))
+        if steep:
+            return
+    q_ = load_rows(q, rows, left, d, q_token, o.D).to(o.acc)
+    k_ = load_rows(k, rows, left, d, k_token, o.D).to(o.acc)
+    t = rows[:, None]
+    s = rows[None, :]
+    W_t = load_rows(states + state, m, o.M, d, o.D, o.D)
+    dW_t = load_rows(dstates + state, m, o.M, d, o.D, o.D)
+    read = dot(load_rows(dy, rows, left, m, dy_token * o.unit, o.M), W_t, o)
+    recalled = read
+    if o.erase:
+        erase = load_gate(e + gate, rows, left, gate_token, 0.0, o)
+        dR = load_rows(dright + value, rows, left, m, o.H * o.M, o.M)
+        if o.separate:
+            dR = dR.to(o.acc) * erase[:, None]
+        recalled = dot(dR, W_t, o)
+        u = load_rows(errors + value, rows, left, m, o.H * o.M, o.M).to(o.acc) * erase[:, None]
+    if not o.tied:
+        v_ = load_rows(v, rows, left, m, v_token * o.unit, o.M).to(o.acc)
+        if o.write:
+            v_ *= load_gate(w + gate, rows, left, gate_token, 0.0, o)[:, None]
+        u = u + v_ if o.erase else v_
+    ended = dot(u, dW_t, o)
+    whole = tl.sum(dW_t.to(o.acc) * W_t.to(o.acc), 0)
+
+    if o.steep:
+        since, until, total = log_sums(a_, o)
+        dq_ = tl.zeros_like(a_)
+        later = tl.zeros_like(a_)
+        earlier = tl.zeros_like(a_)
+        reach = tl.zeros_like(a_)
+        for j in range(0, 16):
+            reached = load_shifted(k, rows, -j, left, d, k_token, o) * exponential(reach)
+            at = pairs + rows * C + rows - j
+            near = rows % 16 >= j
+            dq_ += tl.load(at, near, 0.0).to(o.acc)[:, None] * reached
+            if o.erase:
+                later -= tl.load(at + C * C, near, 0.0).to(o.acc)[:, None] * reached
+            reach += tl.maximum(load_shifted(a, rows, -j, left, d, o.H * o.D, o), LEAST)
+        reach = tl.zeros_like(a_)
+        for j in range(0, 16):
+            at = pairs + (rows + j) * C + rows
+            near = rows % 16 + j < 16
+            reads = load_shifted(q, rows, j, left, d, q_token, o) * tl.load(at, near, 0.0).to(o.acc)[:, None]
+            if o.erase:
+                recalls = load_shifted(k, rows, j, left, d, k_token, o)
+                reads -= recalls * tl.load(at + C * C, near, 0.0).to(o.acc)[:, None]
+            earlier += reads * exponential(reach)
+            reach += tl.maximum(load_shifted(a, rows, j + 1, left, d, o.H * o.D, o), LEAST)
+        if C > 16:
+            fade = exponential(since)
+            remain = exponential(until)
+            dq_, later, earlier = _add_gradients(dq_, later, earlier, q_, k_, fade, remain, pairs, across(t, s, 16), o)
+        if C > 32:
+            fade = exponential(stretched(since, total, 32, False, o))
+            remain = exponential(stretched(until, total, 32, True, o))
+            dq_, later, earlier = _add_gradients(dq_, later, earlier, q_, k_, fade, remain, pairs, across(t, s, 32), o)
+        fade = exponential(stretched(since, total, C, False, o))
+        dq_ += read * fade
+        if o.erase:
+            later -= recalled * fade
+        ended *= exponential(stretched(until, total, C, True, o))
+        earlier += ended
+        last = exponential(tl.sum(total, 0))
+    else:
+        # As `_add_gradients` does it, with what states give under the same factors.
+        fade = exponential(middle)
+        remain = exponential(-middle)
+        before = exponential(first)[None, :]
+        after = exponential(rest)[None, :]
+        at = pairs + t * C + s
+        keys = (k_ * remain).to(o.operand)
+        dscores = tl.load(at)
+        dq_ = (read * before + dot(dscores, keys, o)) * fade
+        ended *= after
+        earlier = ended + dot(tl.trans(dscores), q_ * fade, o)
+        later = tl.zeros_like(a_)
+        if o.erase:
+            dkeys = tl.load(at + C * C)
+            later -= (recalled * before + dot(dkeys, keys, o)) * fade
+            earlier -= dot(tl.trans(dkeys), k_ * fade, o)
+        ended *= remain
+        earlier *= remain
+        last = exponential(first + rest)
+
+    store_rows(dq + key, dq_, rows, left, d, o.H * o.D, o.D)
+    store_rows(dk + key, later + earlier, rows, left, d, o.H * o.D, o.D)
+    end = tl.sum(k_ * ended, 0) + whole * last
+    da_ = tl.cumsum(q_ * dq_ + k_ * (later - earlier), 0, reverse=True) + end[None, :]
+    da_ = tl.where(a_ > LEAST, da_, 0.0)
+    store_rows(da + key, da_, rows, left, d, o.H * o.D, o.D)
+
+
+@triton.jit
+def _add_gradients(dq, later, earlier, q, k, fade, remain, pairs, reads, o: tl.constexpr):
+    """Add what some pairs of tokens give, rows t, whose product of decays is that of two factors."""
+    C: tl.constexpr = o.C
+    at = pairs + tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
+    keys = (k * remain).to(o.operand)
+    dscores = tl.load(at, reads, 0.0)
+    dq += dot(dscores, keys, o) * fade
+    given = dot(tl.trans(dscores), q * fade, o)
+    if o.erase:
+        dkeys = tl.load(at + C * C, reads, 0.0)
+        later -= dot(dkeys, keys, o) * fade
+        given -= dot(tl.trans(dkeys), k * fade, o)
+    earlier += given * remain
+    return dq, later, earlier

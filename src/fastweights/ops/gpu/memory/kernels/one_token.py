@@ -18,7 +18,7 @@ def take_step(
     q,  # (B, 1, H, R)
     k,  # (B, 1, H, R)
     v,  # (B, 1, H, M)
-    gates,  # a, e, w, each (B, 1, H) or None
+    gates,  # a, e, w, each (B, 1, H) or None; with decays per key, a is their logarithms (B, 1, H, D)
     W,  # (B, H, D, M)
     z,  # (B, H, D), attention normalisation's accumulator, or None
     y,  # (B, 1, H, M)
@@ -59,7 +59,12 @@ def take_step(
     counted = k_
     if o.normalized:
         z_ = tl.load(z + memory * o.D + d, (d < o.D) & (given != 0), 0.0).to(o.acc)
-    if o.decay:
+    if o.per_key:
+        fade = exponential(tl.load(a + memory * o.D + d, d < o.D, 0.0).to(o.acc))
+        W_ *= fade[:, None]
+        if o.normalized:
+            z_ *= fade
+    elif o.decay:
         fade = load_number(a + gate, o)
         W_ *= fade
         if o.normalized:

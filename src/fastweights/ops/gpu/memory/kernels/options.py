@@ -1,8 +1,12 @@
 """What the kernels are compiled for: one frozen object that kernels and their helpers take as an argument."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import triton.language as tl
+
+from fastweights.ops.features import Features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,8 @@ class Options:
     """... e: - e (a W k) k^T ..."""
     write: bool = False
     """... w: + w v k^T, not the same as e."""
+    per_key: bool = False
+    """... or a is a decay for each key channel, given as its logarithm: walks take keys and queries already faded."""
     tied: bool = False
     """e is also w (the delta rule): one gate to read, and one gradient."""
     logits: bool = False
@@ -52,6 +58,10 @@ class Options:
     """The packed sequences are groups of chunks of one sequence."""
     prepared: bool = False
     """Z and P of the chunks are in memory already."""
+    only_faded: bool = False
+    """`prepare_chunks` fades keys and queries and forms no tiles."""
+    steep: bool = False
+    """`key_decay_gradients` takes the chunks that it left out without this, since they fade too fast."""
     planes: int = 1
     """Tiles that are kept of a chunk: Z, and P where they are `prepared`."""
     read: bool = True
@@ -85,3 +95,17 @@ class Options:
     """How products are formed: "ieee" (also for 16-bit operands), "tf32" or "tf32x3"."""
     solve: str = "ieee"
     """How those of the triangular inverse are; "16-bit" stands for float16 operands."""
+
+
+TYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+def map_options(features: Features, R: int) -> dict[str, Any]:
+    """Return the options for what is done to keys, queries and gates of size R before the memory sees them."""
+    how = {"map": features.map, "sum": features.sum, "logits": features.logits}
+    return {"R": R, "D": features.size(R), **how}

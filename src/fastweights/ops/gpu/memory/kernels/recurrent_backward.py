@@ -104,6 +104,7 @@ def walk_tokens_backward(
     k,  # (B, T, H, D)
     v,  # (B, T, H, M)
     gates,  # a (None), e, w, each (B, T, H) or None
+    remaining,  # none: these walks take no decays
     cu_seqlens,  # (N + 1,) or None
     states,  # (slots, H, M, D), kept by `walk_tokens_forward`
     inverses,  # none

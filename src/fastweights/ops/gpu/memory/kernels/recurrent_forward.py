@@ -14,6 +14,7 @@ def walk_tokens_forward(
     k,  # (B, T, H, D)
     v,  # (B, T, H, M)
     gates,  # a (None), e, w, each (B, T, H) or None
+    remaining,  # none: these walks take no decays
     W,  # (N, H, D, M), the first state
     cu_seqlens,  # (N + 1,) or None
     y,  # (B, T, H, M)

@@ -78,6 +78,15 @@ def sequence_of(slot, N, cu_seqlens, C: tl.constexpr):
 
 
 @triton.jit
+def chunk_in(slot, N, T, cu_seqlens, o: tl.constexpr):
+    """First token of the chunk that may stand in `slot`, and how many there are from there on: none, if none does."""
+    n = sequence_of(slot, N, cu_seqlens, o.C) if o.packed else slot // tl.cdiv(T, o.C)
+    first, length, first_slot = sequence(n, T, cu_seqlens, o.C, o)
+    start = (slot - first_slot) * o.C
+    return first + start, (length - start).to(tl.int32)
+
+
+@triton.jit
 def load_rows(x, rows, left, columns, stride, WIDTH: tl.constexpr):
     """Rows of a (tokens, WIDTH) matrix, zero past the last of `left` tokens and past WIDTH."""
     return tl.load(
