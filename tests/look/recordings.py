@@ -38,4 +38,4 @@ def arrays(data, block):
     """The arrays of one layer of a page's data, in float64."""
     H, D, M, T = data["H"], data["D"], data["M"], len(data["tokens"])
     shapes = {"q": (H, T, D), "k": (H, T, D), "v": (H, T, M), "a": (H, T, D), "e": (H, T), "w": (H, T)}
-    return {name: decoded(name, block[name], shape) for name, shape in shapes.items()}
+    return {name: decoded(name, block[name], shape) for name, shape in shapes.items() if block[name] is not None}

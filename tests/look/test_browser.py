@@ -108,10 +108,10 @@ def test_the_numbers_are_those_of_pytorch(looks, recordings):
         if (name, 1400) not in looks[1]:
             continue
         numbers, data = looks[1][name, 1400]["numbers"], as_data(recording)
-        given, block = arrays(data, data["blocks"][-1]), recording.blocks[-1]
-        close(numbers["model"]["y"], reads(block, given, recording.attention)[-1])
-        wide = {key: x.transpose(0, 1)[None] for key, x in given.items() if x is not None}
-        call = {"rule": replay_rule(block), "normalization": "attention" if recording.attention else None}
+        given = arrays(data, data["blocks"][-1])
+        close(numbers["model"]["y"], reads(given, recording.attention)[-1])
+        wide = {key: x.transpose(0, 1)[None] for key, x in given.items()}
+        call = {"rule": replay_rule(given), "normalization": "attention" if recording.attention else None}
         T = len(recording.tokens)
         for place, steps in {"earlier": 3, "middle": T // 2 + 1, "W": T}.items():
             _, state = fast_weight_memory(**{key: x[:, :steps] for key, x in wide.items()}, **call, backend="reference")
@@ -119,9 +119,9 @@ def test_the_numbers_are_those_of_pytorch(looks, recordings):
         parts = attribute(**wide, **call)
         close(numbers["model"]["weights"], parts.weights[0, -1, -1])
         close(numbers["model"]["shares"], parts.shares[0, -1, -2])
-        beta = torch.ones(1).double() if given["w"] is None else given["w"]
+        beta = torch.ones(1).double() if "w" not in given else given["w"]
         square = given["k"].square().sum(-1)
-        shortened = given["e"] is None and not recording.attention
+        shortened = "e" not in given and not recording.attention
         beta = (beta / square.clamp(min=1) if shortened else beta.expand(square.shape)).T[None]
         heads = (wide["q"], wide["k"], wide["v"])
         for rule, gates in (("sum", {}), ("delta", {"beta": beta})):

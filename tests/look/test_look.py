@@ -24,7 +24,7 @@ def test_a_recording_replays_what_the_model_read(name):
     layer.register_forward_hook(lambda module, inputs, output: read.append(output[0]))
     recording = record(reader, reader.tokenizer.encode(TEXT), name, (1, 3))
     data = as_data(recording)
-    y = reads(recording.blocks[1], arrays(data, data["blocks"][1]), recording.attention)
+    y = reads(arrays(data, data["blocks"][1]), recording.attention)
     ours = layer.out(y.transpose(0, 1).flatten(1).float())
     # The model reads in float32; what is stored is rounded to 16 bits.
     assert (ours - read[0][0]).norm() / read[0].norm() < data["rounding"] + 1e-5 < 1e-3

@@ -6,7 +6,7 @@ W itself is not kept: keys, queries, values and coefficients of the recurrence a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,21 +26,16 @@ BEGINNING = 256
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
-    """What the memories of one layer were given: q, k (H, T, D), v (H, T, M), and (a, e, w) of the recurrence.
+class RecordedBlock:
+    """What the memories of one layer were given: q, k (H, T, D), v (H, T, M), and a, e and w of the recurrence.
 
-    a is (H, T) or, with a decay for each key channel, (H, T, D); e and w are (H, T). None stands for 1, 0 and 1. `back`
-    says how much each head looks back: the largest part of a read that comes from a token at least two before it, as a
-    share of all parts, on average over reads.
+    a is (H, T) or, with a decay for each key channel, (H, T, D); e and w are (H, T). One that is missing is 1, 0 or 1.
+    `back` says how much each head looks back: the largest part of a read that comes from a token at least two before
+    it, as a share of all parts, on average over reads.
     """
 
     number: int
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    a: Tensor | None
-    e: Tensor | None
-    w: Tensor | None
+    arrays: dict[str, Tensor]
     back: tuple[float, ...]
 
 
@@ -66,7 +61,7 @@ class Recording:
     normalization: str
     attention: bool
     n_layers: int
-    blocks: list[Block]
+    blocks: list[RecordedBlock]
 
     @property
     def start(self) -> tuple[int, int]:
@@ -101,7 +96,7 @@ def record(trained: TrainedLanguageModel, ids: Sequence[int], name: str, layers:
     """Read tokens with a model, and record the layers of these numbers, counted from 1."""
     model = trained.model
     found = layers_of(model)
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, RecordedBlock] = {}
 
     def keep(number: int) -> Any:
         def hook(layer: FastWeightAttention, arguments: tuple[Any, ...]) -> None:
@@ -133,20 +128,22 @@ def record(trained: TrainedLanguageModel, ids: Sequence[int], name: str, layers:
     )
 
 
-def _block(number: int, call: dict[str, Any]) -> Block:
+def _block(number: int, call: dict[str, Any]) -> RecordedBlock:
     rule: Rule = call["rule"]
     gates = {name: call[name] for name in (*rule.gate_names, *rule.logarithms) if name in call}
     found = coefficients_of(rule, gates, False, torch.float32)
-    q, k, v = (call[name][0].transpose(0, 1).float().cpu() for name in "qkv")
-    a, e, w = (None if c is None else c[0].transpose(0, 1).cpu() for c in found)
-    e = w if found[1] is found[2] else e
-    if not all(bool(x.isfinite().all()) for x in (q, k, v, a, e, w) if x is not None):
+    given = {name: call[name].float() for name in "qkv"}
+    given |= {name: x for name, x in zip("aew", found, strict=True) if x is not None}
+    arrays = {name: x[0].transpose(0, 1).cpu() for name, x in given.items()}
+    if found[1] is not None and found[1] is found[2]:
+        arrays["e"] = arrays["w"]
+    if not all(bool(x.isfinite().all()) for x in arrays.values()):
         raise ValueError(f"layer {number} of this model computes numbers from this text that are not finite")
-    return Block(number, q, k, v, a, e, w, _looks_back(call))
+    return RecordedBlock(number, arrays, _looks_back(call))
 
 
 def _looks_back(call: dict[str, Any]) -> tuple[float, ...]:
-    """Return `Block.back` of a call, judged by its first tokens: there is a number for every pair of them."""
+    """Return `RecordedBlock.back` of a call, judged by its first tokens: there is a number for every pair of them."""
     beginning: Any = {name: x[:, :BEGINNING] if isinstance(x, Tensor) else x for name, x in call.items()}
     read = attribute(**beginning)
     parts = read.weights[0].abs() * read.stored[0].norm(dim=-1).unsqueeze(1)
@@ -154,9 +151,9 @@ def _looks_back(call: dict[str, Any]) -> tuple[float, ...]:
     return tuple(shares.tril(-2).amax(-1).mean(-1).tolist())
 
 
-def replay_rule(block: Block) -> Rule:
+def replay_rule(arrays: Mapping[str, Tensor]) -> Rule:
     """Return a rule whose gates are the coefficients of a recorded block, by their names a, e and w."""
-    return _replay_rule("".join(name for name in "aew" if getattr(block, name) is not None))
+    return _replay_rule("".join(name for name in "aew" if name in arrays))
 
 
 @cache

@@ -17,6 +17,23 @@ def text(content: str) -> str:
     return escape(content).replace("d_dot", "d<sub>dot</sub>").replace("d_key", "d<sub>key</sub>")
 
 
+def document(title: str, style: str, body: str) -> str:
+    """Return a whole page in one file, with its style sheet."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+{body}</body>
+</html>
+"""
+
+
 def _unbroken(content: str) -> str:
     """Return a text of a narrow column, in which "S = 20" and "34.1 / 35.5" stay on one line."""
     return text(re.sub(r" ([=/]) ", "\u00a0\\1\u00a0", content))

@@ -8,10 +8,10 @@ from itertools import groupby
 from pathlib import Path
 
 from fastweights.report.chapter import Chapter
-from fastweights.report.markup import details, pills, sentence, text, words
+from fastweights.report.markup import details, document, pills, sentence, text, words
 from fastweights.report.rows import tally
 from fastweights.report.section import Seen, section
-from fastweights.report.style import variables
+from fastweights.report.style import stylesheet
 
 # A table without numbers, for what has no plot.
 _TABLE = """<svg class="thumb" viewBox="0 0 60 40" aria-hidden="true">
@@ -21,20 +21,9 @@ _TABLE = """<svg class="thumb" viewBox="0 0 60 40" aria-hidden="true">
 def page(chapters: Sequence[Chapter]) -> str:
     """Return the page."""
     seen: Seen = {}
-    style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
-    style = style.replace("/* light */", variables(dark=False)).replace("/* dark */", variables(dark=True))
     sections = "".join(section(chapter, seen) for chapter in chapters)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>fastweights results</title>
-<link rel="icon" href="data:,">
-<style>{style}</style>
-</head>
-<body>
-<header>
+    style = stylesheet(Path(__file__).parent / "page.css")
+    body = f"""<header>
 <p class="kicker">fastweights results</p>
 <h1>Linear Transformers Are Secretly Fast Weight Programmers, reproduced</h1>
 <p>The figures and tables of the paper by Schlag, Irie and Schmidhuber (ICML 2021), trained again with this library.
@@ -47,9 +36,8 @@ What the paper says of each is judged by our numbers: {escape(_total(chapters))}
 {"".join(_entry(chapter) for chapter in chapters)}</ol>
 {sections}</main>
 {_machines(chapters)}
-</body>
-</html>
 """
+    return document("fastweights results", style, body)
 
 
 def _total(chapters: Sequence[Chapter]) -> str:

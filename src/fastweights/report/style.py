@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # Okabe and Ito's hues, safe for the colour-blind, with darker and lighter neighbours: on light paper, on dark paper.
@@ -115,9 +116,13 @@ def style_of(model: str, number: int) -> Style:
     return STYLES.get(model) or Style(list(COLOURS.values())[number % len(COLOURS)][0], MARKERS[number % len(MARKERS)])
 
 
-def variables(dark: bool) -> str:
-    """Return the colours as CSS variables."""
-    return " ".join(f"--plot-{name}: {pair[dark]};" for name, pair in (COLOURS | SURROUNDINGS).items())
+def stylesheet(path: Path) -> str:
+    """Return a style sheet with the colours as CSS variables, for light and for dark paper."""
+    style = path.read_text(encoding="utf-8")
+    for dark, place in enumerate(("/* light */", "/* dark */")):
+        variables = (f"--plot-{name}: {pair[dark]};" for name, pair in (COLOURS | SURROUNDINGS).items())
+        style = style.replace(place, " ".join(variables))
+    return style
 
 
 def with_variables(svg: str) -> str:
