@@ -209,6 +209,7 @@ class CellInputs:
 
 
 Progress = Callable[[Cell, int, float], None]
+Judge = Callable[[Results], list[Claim]]
 CellOutcomes = Generator[tuple[Cell, CellOutcome], None, None]
 
 
@@ -280,7 +281,7 @@ class Experiment:
     scales: Mapping[str, Scale]
     configure: Callable[..., Mapping[str, Any]]
     run: Callable[[Sequence[Cell], Setup], CellOutcomes]
-    claims: Callable[[Results], list[Claim]]
+    claims: Judge
     plot: Plot | None = None
     configure_as_paper: Callable[..., Mapping[str, Any]] | None = None
     paper: Callable[[Mapping[str, Any]], Any] = lambda config: None

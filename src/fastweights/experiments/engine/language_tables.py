@@ -20,7 +20,7 @@ from fastweights.data.text.corpus import Corpus
 from fastweights.data.text.documents import mark_documents
 from fastweights.experiments.engine import runner
 from fastweights.experiments.engine.corpora import SPLITS, WIKITEXT2, WIKITEXT103, corpus_of, make_inputs
-from fastweights.experiments.engine.experiment import About, Claim, Experiment, Plot, Results, Scale, storable
+from fastweights.experiments.engine.experiment import About, Experiment, Judge, Plot, Scale, storable
 from fastweights.experiments.engine.perplexity import Shown, entry, table
 from fastweights.experiments.engine.shape import Shape
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig, check_forgets
@@ -304,7 +304,7 @@ def experiment(
     about: About,
     models: Mapping[str, str],
     scales: Mapping[str, Scale],
-    claims: Callable[[Results], list[Claim]],
+    claims: Judge,
     numbers: Mapping[int, Mapping[str, Shown]],
     **rest: Any,
 ) -> Experiment:

@@ -11,28 +11,29 @@ from fastweights.experiments.engine.experiment import (
     Cell,
     CellOutcome,
     CellOutcomes,
-    Claim,
     Experiment,
-    Results,
+    Judge,
     Scale,
     Setup,
 )
 
+Measure = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
 
 def measured(
-    about: About,
-    models: Mapping[str, str],
-    scales: Mapping[str, Scale],
-    measure: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    claims: Callable[[Results], list[Claim]],
-    **rest: Any,
+    about: About, models: Mapping[str, str], scales: Mapping[str, Scale], measure: Measure, claims: Judge, **rest: Any
 ) -> Experiment:
     """Return an experiment whose cells are measured one after the other, without training or anything to select."""
 
     def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
-        for cell in cells:
-            start = time.perf_counter()
-            yield cell, CellOutcome(measure(cell.config), time.perf_counter() - start)
+        return one_by_one(cells, measure)
 
     how: dict[str, Any] = {"run": run, "fixed_sizes": True, "selectable": False}
     return Experiment(**about._asdict(), models=models, scales=scales, claims=claims, **how, **rest)
+
+
+def one_by_one(cells: Sequence[Cell], measure: Measure) -> CellOutcomes:
+    """Measure cells by their configurations, and yield each with its outcome."""
+    for cell in cells:
+        start = time.perf_counter()
+        yield cell, CellOutcome(measure(cell.config), time.perf_counter() - start)

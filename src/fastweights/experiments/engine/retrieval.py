@@ -16,6 +16,7 @@ from fastweights.experiments.engine.experiment import (
     CellOutcomes,
     Claim,
     Experiment,
+    Judge,
     Plot,
     Results,
     Scale,
@@ -120,7 +121,7 @@ def figure(
     about: About,
     models: Mapping[str, str],
     scales: Mapping[str, Scale],
-    claims: Callable[[Results], list[Claim]],
+    claims: Judge,
     plot: Plot,
     **rest: Any,
 ) -> Experiment:

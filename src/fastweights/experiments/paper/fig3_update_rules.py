@@ -25,6 +25,7 @@ SCALES = narrowed(
     decides=(SOLVES, SUM_STAYS, BEATS["dpfp-1-sum"]),
 )
 NEAR = 3
+"""By which factor a loss may miss a level that can only be read off the figure's logarithmic axis."""
 ABOUT = About(
     "fig3",
     "Learning curves of the update rules",
@@ -35,30 +36,20 @@ ABOUT = About(
 
 def claims(results: Results) -> list[Claim]:
     return [
-        solves(results),
-        sum_stays(results),
+        loss_between(results, "dpfp-1-delta", 0, TARGET, SOLVES, f"≤ {TARGET}"),
+        loss_between(results, "dpfp-1-sum", SUM_LEVEL / NEAR, SUM_LEVEL * NEAR, SUM_STAYS, f"near {SUM_LEVEL}"),
         *(beats(results, "dpfp-1-delta", [other], text, "lower throughout") for other, text in BEATS.items()),
     ]
 
 
-def solves(results: Results) -> Claim:
-    text, paper = SOLVES, f"≤ {TARGET}"
-    sizes = results.sizes("dpfp-1-delta")
-    if not sizes:
+def loss_between(results: Results, model: str, least: float, most: float, text: str, paper: str) -> Claim:
+    """Judge that the loss of a model ends between two numbers."""
+    if not results.of(model):
         return not_run(text, paper)
-    loss = results.mean("dpfp-1-delta", sizes[0])
-    steps = max(record.metrics["steps"] for record in results.of("dpfp-1-delta", sizes[0]))
-    return Claim(text, f"{show(loss)} after {steps} steps", paper, loss <= TARGET)
-
-
-def sum_stays(results: Results) -> Claim:
-    """Judge that a loss is within a factor NEAR of a level that can only be read off the figure's log axis."""
-    text, paper = SUM_STAYS, f"near {SUM_LEVEL}"
-    sizes = results.sizes("dpfp-1-sum")
-    if not sizes:
-        return not_run(text, paper)
-    loss = results.mean("dpfp-1-sum", sizes[0])
-    return Claim(text, show(loss), paper, SUM_LEVEL / NEAR <= loss <= SUM_LEVEL * NEAR)
+    size = results.sizes(model)[0]
+    loss = results.mean(model, size)
+    steps = max(record.metrics["steps"] for record in results.of(model, size))
+    return Claim(text, f"{show(loss)} after {steps} steps", paper, least <= loss <= most)
 
 
 PLOT = Plot(kind="curves", x_label="training steps", y_label="evaluation loss", log_y=True, y_range=(5e-4, 100))

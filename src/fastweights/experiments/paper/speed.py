@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import mmap
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,7 +34,6 @@ from fastweights.experiments.engine.experiment import (
     About,
     Cell,
     CellInputs,
-    CellOutcome,
     CellOutcomes,
     Claim,
     Experiment,
@@ -43,6 +44,7 @@ from fastweights.experiments.engine.experiment import (
     UserInput,
 )
 from fastweights.experiments.engine.language_tables import SMALL, SMOKE, LanguageScale, at_scale
+from fastweights.experiments.engine.measured import one_by_one
 from fastweights.experiments.engine.runner import local_settings, reset_peak_and_compiler, training_of
 from fastweights.models.language_model import LanguageModelConfig
 from fastweights.training.engine.distributed import launch
@@ -124,11 +126,10 @@ def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
     """Measure one after the other whatever `jobs` says: they would slow each other down."""
     # What libraries hold once they are in use belongs to none of the models.
     measure({**cells[0].config, "stretches": 1, "updates": 1}, setup.device)
-    for cell in cells:
-        start = time.perf_counter()
-        metrics = measure(cell.config, setup.device)
-        setup.on_progress(cell, cell.config["updates"], metrics["last_loss"])
-        yield cell, CellOutcome(metrics, time.perf_counter() - start)
+    for cell, outcome in one_by_one(cells, partial(measure, device=setup.device)):
+        loss = outcome.metrics["last_loss"]
+        setup.on_progress(cell, cell.config["updates"], math.nan if loss is None else loss)
+        yield cell, outcome
 
 
 def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
         "words_per_s": statistics.median(speeds),
         "slowest": min(speeds),
         "fastest": max(speeds),
-        "memory_bytes": max(0, _peak(device) - before),
+        "memory_bytes": max(0, memory_in_use(torch.device(device)) - before),
         "parameters": task.n_parameters,
         "last_loss": found["loss"],
     }
@@ -186,10 +187,6 @@ def _held(device: str) -> int:
         return torch.cuda.memory_allocated()
     status = Path("/proc/self/statm")
     return int(status.read_text().split()[1]) * mmap.PAGESIZE if status.exists() else 0
-
-
-def _peak(device: str) -> int:
-    return memory_in_use(torch.device(device))
 
 
 def claims(results: Results) -> list[Claim]:
