@@ -79,20 +79,9 @@ def scanned(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
     return y.movedim(0, 1), W, rest[0] if rest else None
 
 
-def _recurrence(
-    domain: str,
-    log: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor | None,
-    e: Tensor | None,
-    w: Tensor | None,
-    W: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def _recurrence(domain: str, log: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Compute what `ops.family.Recurrence` does by LinearAttention; with `log`, a is the logarithm of the decays."""
+    q, k, v, a, e, w, W, _, dtype = arguments
     if w is not None and w is not e:
         v = v * w.unsqueeze(-1)
     if a is not None:

@@ -22,7 +22,8 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
-// Rows of a result that are summed up together, two vectors of each: as many as the registers hold.
+// Rows of a result that are summed up together, or of a state that change together, two vectors of each: as many as the
+// registers hold.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kTileRows = 8;
 #else

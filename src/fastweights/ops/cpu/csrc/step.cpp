@@ -42,12 +42,6 @@ struct Tensors {
   const bool* starts;
 };
 
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kRows = 8;
-#else
-constexpr int kRows = 4;
-#endif
-
 // As `vector` of simd.h, anywhere in memory.
 template <class R>
 struct Unaligned {
@@ -187,7 +181,7 @@ class Head {
       for (int64_t d = 0; d < D; ++d) faded[d] = fade[d] * k[d];
       std::fill_n(recall, M, R(0));
       int64_t d = 0;
-      for (; d + kRows <= D; d += kRows) recall_rows<R, kRows>(M, before + d * M, faded + d, recall);
+      for (; d + kTileRows <= D; d += kTileRows) recall_rows<R, kTileRows>(M, before + d * M, faded + d, recall);
       for (; d < D; ++d) recall_rows<R, 1>(M, before + d * M, faded + d, recall);
       if (z) {
         const R by = product(z, k);
@@ -197,8 +191,8 @@ class Head {
     }
     std::fill_n(y, M, R(0));
     int64_t d = 0;
-    for (; d + kRows <= D; d += kRows) {
-      update_rows<R, kRows>(M, before + d * M, W + d * M, fade + d, k + d, u, q + d, y);
+    for (; d + kTileRows <= D; d += kTileRows) {
+      update_rows<R, kTileRows>(M, before + d * M, W + d * M, fade + d, k + d, u, q + d, y);
     }
     for (; d < D; ++d) update_rows<R, 1>(M, before + d * M, W + d * M, fade + d, k + d, u, q + d, y);
     if (z) {
