@@ -11,6 +11,7 @@ from fastweights.feature_maps import FEATURE_MAPS
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig
 from fastweights.ops import chunked, family
 from fastweights.ops.backends import BACKENDS, EXECUTABLES
+from fastweights.ops.features import MAPS, Features
 from fastweights.ops.rules import RULES, Coefficients, outer
 from fastweights.ops.spec import Backend, Refusal, mapping_first
 from tests.ops.calls import random_call
@@ -19,7 +20,7 @@ from tests.ops.calls import random_call
 @pytest.fixture
 def clean():
     """Whatever a test registers is forgotten after it."""
-    before = [(table, dict(table)) for table in (RULES, FEATURE_MAPS, BACKENDS, EXECUTABLES)]
+    before = [(table, dict(table)) for table in (RULES, FEATURE_MAPS, MAPS, BACKENDS, EXECUTABLES)]
     yield
     for table, content in before:
         table.clear()
@@ -104,6 +105,8 @@ def test_a_feature_map(clean):
     class Squares(fw.FeatureMap):
         """x², positive; dim = d_key."""
 
+        kernel = "square"
+
         def map(self, x):
             return x.square()
 
@@ -111,6 +114,12 @@ def test_a_feature_map(clean):
     assert isinstance(layer.feature_map, Squares)
     assert layer(torch.randn(1, 4, 8))[0].isfinite().all()
     assert fw.list_feature_maps()["squares"] == "x², positive; dim = d_key."
+    # Kernels are asked for it by name, and what they compute is compared with the class.
+    heads, *_ = layer.memory_inputs(torch.randn(1, 4, 8), None)
+    assert heads["features"].description == Features.named("square", sum=True, logits=True)
+    q, k, v = torch.randn(3, 2, 5, 2, 4, dtype=torch.float64)
+    y, _ = fw.fast_weight_memory(q, k, v, rule="sum", features=Features.named("square"))
+    torch.testing.assert_close(y, fw.fast_weight_memory(q.square(), k.square(), v, rule="sum")[0])
 
 
 def test_a_backend(clean):

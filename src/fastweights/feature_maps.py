@@ -22,7 +22,8 @@ from fastweights.ops import features
 class FeatureMap(nn.Module):
     """Base of the maps: subclasses set `dim` and write `map`.
 
-    `kernel` is the name under which kernels know the map, one of `ops.features.MAPS`; None if they do not.
+    `kernel` is the name under which kernels know the map; None if they do not. Such a map has dim = d_key, or with an
+    argument `nu` 2 d_key nu.
     """
 
     kernel: ClassVar[str | None] = None
@@ -76,6 +77,9 @@ def register_feature_map(name: str) -> Callable[[Map], Map]:
         if name in FEATURE_MAPS:
             raise ValueError(f"there is a feature map {name!r} already; choose another name")
         FEATURE_MAPS[name] = cls
+        if cls.kernel is not None:
+            # What kernels are checked against, and what runs where there are none.
+            features.MAPS.setdefault(cls.kernel, lambda x, *nu: cls(x.shape[-1], *nu).map(x))
         return cls
 
     return enter
