@@ -37,7 +37,7 @@ def write_durably(path: Path, content: bytes | memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def remove_stale_temporaries(folder: Path, older_than_s: float = _DAY_S) -> None:
+def remove_stale_temporaries(folder: Path) -> None:
     """Remove what killed processes left in `folder`: files and folders named `.*.tmp`, unchanged for a day.
 
     Younger ones may belong to a process that is still writing. What cannot be removed stays without an error.
@@ -45,7 +45,7 @@ def remove_stale_temporaries(folder: Path, older_than_s: float = _DAY_S) -> None
     for path in folder.glob(_TEMPORARIES):
         with suppress(OSError):
             newest = max(part.lstat().st_mtime for part in (path, *path.rglob("*")))
-            if time.time() - newest < older_than_s:
+            if time.time() - newest < _DAY_S:
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)

@@ -102,12 +102,11 @@ def stream(
     search: Search,
     *,
     batch: int | None = None,
-    device: str | torch.device | None = None,
     graph: bool = False,
 ) -> Iterator[list[Translation]]:
     """Translate lines without end, in their order, as `n_best` does: each group before the next is asked for."""
     for lines in groups:
-        yield from n_best(model, tokenizer, lines, search, batch=batch, device=device, graph=graph)
+        yield from n_best(model, tokenizer, lines, search, batch=batch, graph=graph)
 
 
 class CapturedDecoder:

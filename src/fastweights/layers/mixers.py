@@ -1,11 +1,15 @@
-"""The sequence layers by name. To add one: a class with `forward` and `step`, and its line in `MIXERS`."""
+"""The sequence layers by name. To add one: a class with `forward` and `step`, and its line in `MIXERS`.
+
+`forward(x, state, mask)` takes a whole sequence or the next segment of one, x (B, T, d_model), and `step(x, state)` one
+token, x (B, d_model). Both return y in the shape of x, and the state.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +19,6 @@ from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.layers.relative import RelativeAttention, SegmentMemory
 from fastweights.layers.softmax import KeyValueState, SoftmaxAttention
 from fastweights.ops.state import FastWeightState, State, register_state
-
-
-class Mixer(Protocol):
-    """What every sequence layer does; `mask` (B, T) is False for padding."""
-
-    def forward(self, x: Tensor, state: Any = None, mask: Tensor | None = None) -> tuple[Tensor, Any]:
-        """Take a whole sequence, or the next segment of one: x (B, T, d_model) -> y (B, T, d_model), state."""
-        ...
-
-    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """Take one token: x (B, d_model) -> y (B, d_model), state."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,13 @@ class ShortConvolution(nn.Module):
     Args:
         channels: how many there are.
         taps: steps that an output sees, its own included.
-        silu: whether outputs go through SiLU.
     """
 
-    def __init__(self, channels: int, taps: int, silu: bool = False) -> None:
+    def __init__(self, channels: int, taps: int) -> None:
         super().__init__()
         if taps < 2:
             raise ValueError(f"a short convolution sees at least 2 steps, got {taps}")
-        self.channels, self.taps, self.silu = channels, taps, silu
+        self.channels, self.taps = channels, taps
         self.weight = nn.Parameter(torch.empty(channels, taps).uniform_(-(taps**-0.5), taps**-0.5))
 
     def forward(
@@ -37,9 +36,8 @@ class ShortConvolution(nn.Module):
         `recent` (N, taps - 1, channels) are those of an earlier segment, zeros if None. `mask`, `cu_seqlens` and
         `starts` are those of `fast_weight_memory`.
         """
-        marks = {"mask": mask, "cu_seqlens": cu_seqlens, "starts": starts}
-        return short_convolution(x, self.weight, None, recent, silu=self.silu, **marks)
+        return short_convolution(x, self.weight, None, recent, mask=mask, cu_seqlens=cu_seqlens, starts=starts)
 
     def extra_repr(self) -> str:
         """Shown by print(layer)."""
-        return f"channels={self.channels}, taps={self.taps}, silu={self.silu}"
+        return f"channels={self.channels}, taps={self.taps}"

@@ -42,15 +42,13 @@ def every_kind() -> Iterator[Signature]:
     yield from (kind for kind in sorted(seen, key=str) if kind not in kinds)
 
 
-def check_kinds(
-    kinds: Sequence[Signature], workers: int, heads: Sequence[int] | None = None
-) -> dict[str, dict[str, Any]]:
+def check_kinds(kinds: Sequence[Signature], workers: int) -> dict[str, dict[str, Any]]:
     """Return each kind's errors against float64 and whether it is right, by `workers` processes that compile at once.
 
     A kind that takes the GPU's context down takes its process with it; what that process had left is done by others.
     """
     found: dict[str, dict[str, Any]] = {}
-    left = list(zip(kinds, heads or [HEADS] * len(kinds), strict=True))
+    left = list(kinds)
     while left:
         before = len(left)
         context = multiprocessing.get_context("spawn")
@@ -58,26 +56,25 @@ def check_kinds(
             suppress(BrokenProcessPool),
             ProcessPoolExecutor(max_workers=min(workers, len(left)), mp_context=context) as pool,
         ):
-            for (kind, _), result in zip(left, pool.map(_check, left), strict=True):
+            for kind, result in zip(left, pool.map(_check, left), strict=True):
                 if result is not None:
                     found[kind.key] = result
-        left = [(kind, n) for kind, n in left if kind.key not in found]
+        left = [kind for kind in left if kind.key not in found]
         if len(left) == before:
             break
-    return found | {kind.key: {"right": False, "failure": "no process survived it"} for kind, _ in left}
+    return found | {kind.key: {"right": False, "failure": "no process survived it"} for kind in left}
 
 
 _crashed = False
 
 
-def _check(job: tuple[Signature, int]) -> dict[str, Any] | None:
+def _check(kind: Signature) -> dict[str, Any] | None:
     """Check one kind in a process of the pool; None from one whose GPU context is gone."""
     global _crashed
-    kind, heads = job
     if _crashed:
         return None
     try:
-        check = check_of(kind, heads)
+        check = check_of(kind, HEADS)
         verdict = check.run(torch.device("cuda", 0))
     except Exception as error:
         _crashed = True

@@ -155,9 +155,9 @@ class Terminal:
         elif time.monotonic() >= self._due:
             self.say(f"step {step}/{self.steps}")
 
-    def say(self, text: str, style: str | None = None) -> None:
+    def say(self, text: str) -> None:
         self._due = time.monotonic() + SILENCE_S
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         if self._bar is not None:
