@@ -8,7 +8,7 @@ import torch
 
 import fastweights as fw
 from fastweights.feature_maps import FEATURE_MAPS, gram_schmidt
-from fastweights.layers.cross_attention import FastWeightReading
+from fastweights.layers.cross_attention import FastWeightCrossAttention
 
 OPTIONS = {
     "dpfp": [{"nu": 1}, {"nu": 3}, {"nu": 9}],
@@ -168,7 +168,7 @@ def test_favor_reads_what_would_overflow(form):
         layer = fw.FastWeightAttention(d, 1, rule="sum", feature_map="favor", normalization="attention")
         projections = [layer.project]
     else:
-        layer = FastWeightReading(d, 1, feature_map="favor")
+        layer = FastWeightCrossAttention(d, 1, feature_map="favor")
         projections = [layer.query, layer.key_value]
     layer.eval()
     with torch.no_grad():

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from fastweights.layers.cross_attention import FastWeightReading, SoftmaxReading
+from fastweights.layers.cross_attention import FastWeightCrossAttention, SoftmaxCrossAttention
 from fastweights.ops.linear_attention import linear_attention, read_memory, write_memory
 from fastweights.ops.state import FastWeightState
 
 D, H = 6, 2
 KINDS = {
-    "softmax": lambda: SoftmaxReading(D, H),
-    "elu": lambda: FastWeightReading(D, H),
-    "dpfp": lambda: FastWeightReading(D, H, feature_map="dpfp", feature_map_options={"nu": 2}),
-    "favor": lambda: FastWeightReading(D, H, feature_map="favor", feature_map_options={"m": 5}),
+    "softmax": lambda: SoftmaxCrossAttention(D, H),
+    "elu": lambda: FastWeightCrossAttention(D, H),
+    "dpfp": lambda: FastWeightCrossAttention(D, H, feature_map="dpfp", feature_map_options={"nu": 2}),
+    "favor": lambda: FastWeightCrossAttention(D, H, feature_map="favor", feature_map_options={"m": 5}),
 }
 
 
@@ -31,7 +31,7 @@ def by_hand(layer, x, sentence):
     for h in range(H):
         at = slice(h * D // H, (h + 1) * D // H)
         qh, kh, vh = q[:, at], k[:, at], v[:, at]
-        if isinstance(layer, SoftmaxReading):
+        if isinstance(layer, SoftmaxCrossAttention):
             weights = (qh @ kh.mT / (D // H) ** 0.5).softmax(-1)
         else:
             weights = layer.feature_map.map(qh) @ layer.feature_map.map(kh).mT

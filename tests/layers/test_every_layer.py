@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import fastweights as fw
 from fastweights.layers.adaptive import AdaptiveSoftmax
-from fastweights.layers.cross_attention import FastWeightReading, SoftmaxReading
+from fastweights.layers.cross_attention import FastWeightCrossAttention, SoftmaxCrossAttention
 from fastweights.layers.feedforward import FeedForward
 from fastweights.layers.mixers import MIXERS, StackState, mixer
 
@@ -20,13 +20,16 @@ SEQUENCE_LAYERS = {
     "softmax": lambda: fw.SoftmaxAttention(D, 2),
     "relative": lambda: fw.RelativeAttention(D, 2, mem_len=3),
 }
-READINGS = {"softmax_reading": lambda: SoftmaxReading(D, 2), "fast_weight_reading": lambda: FastWeightReading(D, 2)}
+CROSS_ATTENTIONS = {
+    "softmax_cross_attention": lambda: SoftmaxCrossAttention(D, 2),
+    "fast_weight_cross_attention": lambda: FastWeightCrossAttention(D, 2),
+}
 # Every way into a layer, as a function of its input.
 CALLS = {
     **SEQUENCE_LAYERS,
     **{f"{name}.step": lambda make=make: token_by_token(make()) for name, make in SEQUENCE_LAYERS.items()},
-    **{f"{name}.remember": lambda make=make: make().remember for name, make in READINGS.items()},
-    **{name: lambda make=make: read(make()) for name, make in READINGS.items()},
+    **{f"{name}.remember": lambda make=make: make().remember for name, make in CROSS_ATTENTIONS.items()},
+    **{name: lambda make=make: read(make()) for name, make in CROSS_ATTENTIONS.items()},
     "feed_forward": lambda: FeedForward(D, 12),
 }
 
@@ -91,7 +94,7 @@ PICKLED = {
     "translation model": lambda: fw.TranslationModel(
         fw.TranslationModelConfig(vocab_size=11, d_model=D, n_heads=2, encoder_layers=1, decoder_layers=1, d_ff=8)
     ),
-    **READINGS,
+    **CROSS_ATTENTIONS,
     "feed_forward": lambda: FeedForward(D, 12),
     "adaptive_softmax": lambda: AdaptiveSoftmax(20, D, (5,)),
     **{f"map {name}": lambda name=name: fw.feature_map(name, D) for name in fw.list_feature_maps()},
@@ -153,7 +156,7 @@ def test_feedforward_is_its_equation():
 
 
 @pytest.mark.parametrize(
-    "make", [fw.FastWeightAttention, fw.SoftmaxAttention, SoftmaxReading], ids=lambda m: m.__name__
+    "make", [fw.FastWeightAttention, fw.SoftmaxAttention, SoftmaxCrossAttention], ids=lambda m: m.__name__
 )
 def test_sizes_at_their_limits(make):
     assert (make(1, 1).d_head, make(D, 2).d_head, make(D, 3, 1).d_head) == (1, 4, 1)

@@ -16,7 +16,7 @@ Shape = tuple[int, int, int, int]  # B, T, H, D = M
 SEED = 0
 
 
-class Problem(NamedTuple):
+class MemoryInputs(NamedTuple):
     """Queries and keys of length 1, values (B, T, H, D), the gate beta, and the decays with their logarithms."""
 
     q: Tensor
@@ -27,15 +27,15 @@ class Problem(NamedTuple):
     log_decay: Tensor
 
 
-# From the tensors of a problem to y.
+# From the tensors of the inputs to y.
 Run = Callable[..., Tensor]
 
 
 class Rival(NamedTuple):
-    """How a rival is made ready for a problem, and what it can and needs.
+    """How a rival is made ready for inputs, and what it can and needs.
 
     Args:
-        make: from a problem and a number of threads to what computes y from the problem's tensors.
+        make: from inputs and a number of threads to what computes y from such inputs.
         dtype: of q, k and v.
         per_key: whether each key channel has its own decay.
         backward: whether it has gradients.
@@ -44,7 +44,7 @@ class Rival(NamedTuple):
         same: whether it computes the gated delta rule.
     """
 
-    make: Callable[[Problem, int], Run]
+    make: Callable[[MemoryInputs, int], Run]
     dtype: torch.dtype = torch.float32
     per_key: bool = False
     backward: bool = True
@@ -57,7 +57,7 @@ class Rival(NamedTuple):
         return [name for name in self.needs if find_spec(name) is None]
 
 
-def problem(shape: Shape, rival: Rival) -> Problem:
+def draw(shape: Shape, rival: Rival) -> MemoryInputs:
     """Return the tensors of a shape, the same for every rival but for their type."""
     generator = torch.Generator().manual_seed(SEED)
     q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
@@ -65,22 +65,22 @@ def problem(shape: Shape, rival: Rival) -> Problem:
     # The mean of a key's decays is that of one decay for all of them.
     decay = 0.9 + 0.1 * (gate if rival.per_key else gate[..., 0])
     q, k, v = (x.to(rival.dtype) for x in (normalize(q, dim=-1), normalize(k, dim=-1), v))
-    return Problem(q, k, v, beta, decay, decay.log())
+    return MemoryInputs(q, k, v, beta, decay, decay.log())
 
 
-def _ours(backend: str) -> Callable[[Problem, int], Run]:
+def _ours(backend: str) -> Callable[[MemoryInputs, int], Run]:
     def run(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, _: Tensor) -> Tensor:
         y, _state = fw.fast_weight_memory(q, k, v, rule="gated_delta", beta=beta, decay=decay, backend=backend)
         return y
 
-    return lambda problem, threads: run
+    return lambda inputs, threads: run
 
 
-def _transformers(problem: Problem, threads: int) -> Run:
+def _transformers(inputs: MemoryInputs, threads: int) -> Run:
     """Take the code in PyTorch that Qwen3-Next falls back to; it divides by the root of D, which we undo."""
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-    root = problem.q.shape[-1] ** 0.5
+    root = inputs.q.shape[-1] ** 0.5
 
     def run(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, _: Tensor, log_decay: Tensor) -> Tensor:
         y: Tensor = torch_chunk_gated_delta_rule(root * q, k, v, log_decay, beta)[0]
@@ -89,16 +89,16 @@ def _transformers(problem: Problem, threads: int) -> Run:
     return run
 
 
-def _onnxruntime(problem: Problem, threads: int) -> Run:
+def _onnxruntime(inputs: MemoryInputs, threads: int) -> Run:
     """Make a model of one node, the contributed operator LinearAttention."""
     import onnxruntime
     from onnx import TensorProto, helper
 
-    B, T, H, D = problem.q.shape
+    B, T, H, D = inputs.q.shape
     names = ["query", "key", "value", "past_state", "decay", "beta"]
     options: dict[str, Any] = {"update_rule": "gated_delta", "scale": 1.0, "q_num_heads": H, "kv_num_heads": H}
-    inputs = [name if name != "past_state" else "" for name in names]
-    node = helper.make_node("LinearAttention", inputs, ["y", "state"], domain="com.microsoft", **options)
+    taken = [name if name != "past_state" else "" for name in names]
+    node = helper.make_node("LinearAttention", taken, ["y", "state"], domain="com.microsoft", **options)
     sizes = {"query": H * D, "key": H * D, "value": H * D, "decay": H, "beta": H}
     graph = helper.make_graph(
         [node],
@@ -120,7 +120,7 @@ def _onnxruntime(problem: Problem, threads: int) -> Run:
     return run
 
 
-def _softmax(problem: Problem, threads: int) -> Run:
+def _softmax(inputs: MemoryInputs, threads: int) -> Run:
     def run(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
@@ -142,7 +142,7 @@ RIVALS = {
 
 def steps(rival: Rival, shape: Shape, threads: int) -> dict[str, Callable[[], object]]:
     """Return what is timed of a rival: the forward pass without gradients, and with them where it has any."""
-    given = problem(shape, rival)
+    given = draw(shape, rival)
     run = rival.make(given, threads)
 
     def forward() -> None:

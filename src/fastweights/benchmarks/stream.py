@@ -45,7 +45,7 @@ def case(size: str, model: str, device: str, pasts: Sequence[int], graph: bool) 
                 stream.feed(words[stream.position : READ])
             stream = Stream(network, _lengthened(stream.snapshot().state, past - 1))
         stream.feed(words[stream.position : past])
-        # The first is not like the others: kernels are compiled, the graph is recorded.
+        # The first is not like the others: kernels are compiled, the graph is captured.
         times = [_timed(stream, words[past + i : past + i + 1]) for i in range(TIMED + 1)][1:]
         seconds = statistics.median(times)
         row = {"size": size, "model": model, "graph": graph, "past": past, "ms": 1e3 * seconds}
@@ -109,9 +109,9 @@ def run(
         torch.set_num_threads(threads)
     record = Record("stream", device, SEED, out, as_json)
     for model in names:
-        recorded = device != "cpu" and MIXER_CHOICES[model].mixer == "fast_weight"
-        for graph in (False, True) if recorded else (False,):
-            record.console.print(f"{size} {model}{', recorded' if graph else ''}", style="dim")
+        captured = device != "cpu" and MIXER_CHOICES[model].mixer == "fast_weight"
+        for graph in (False, True) if captured else (False,):
+            record.console.print(f"{size} {model}{', captured' if graph else ''}", style="dim")
             record.add(*case(size, model, device, lengths, graph))
     table = Table("model", "", "tokens before", "ms a token", "tokens/s", "state, bytes", title=f"{size}, one row")
     for row in record.rows:

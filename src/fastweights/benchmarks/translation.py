@@ -40,7 +40,7 @@ WORDS = {"big": SUBWORDS, "base": SUBWORDS, "quick": 400, "tiny": 400}
 PIECE = 512
 
 
-class Case:
+class TimedModel:
     """One model at one length, and what is measured of it."""
 
     def __init__(self, attention: str, length: int, preset: str, device: str, autocast: bool) -> None:
@@ -48,7 +48,7 @@ class Case:
         self.device, self.length, self.autocast = torch.device(device), length, autocast
         words = WORDS[preset]
         self.model = TranslationModel(PRESETS[preset](attention, vocab_size=words)).to(device)
-        self.recorded = None if refusal(self.model, self.device) else CapturedDecoder(self.model)
+        self.captured = None if refusal(self.model, self.device) else CapturedDecoder(self.model)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5, fused=True)
         tokens, self.sentences = SIZES[self.device.type]
         self.train_rows = max(1, tokens // length)
@@ -88,9 +88,9 @@ class Case:
         return state
 
     @torch.no_grad()
-    def step(self, state: Any, count: int = 1, recorded: bool = False) -> Any:
+    def step(self, state: Any, count: int = 1, captured: bool = False) -> Any:
         """Decode `count` more tokens of every sentence."""
-        decoder = self.recorded if recorded and self.recorded is not None else self.model
+        decoder = self.captured if captured and self.captured is not None else self.model
         token = self.source[: self.sentences, 0]
         with self.precision():
             for _ in range(count):
@@ -98,35 +98,35 @@ class Case:
                 token = log_p.argmax(-1)
         return state
 
-    def translate(self, recorded: bool = False) -> None:
+    def translate(self, captured: bool = False) -> None:
         """Translate the sources to `NEW` tokens each, greedily."""
-        self.step(self.encode(), NEW - 1, recorded)
+        self.step(self.encode(), NEW - 1, captured)
 
 
 def measure(attention: str, length: int, preset: str, device: str, autocast: bool, repeats: int) -> dict[str, Any]:
     """Return the row of one model at one length."""
-    case = Case(attention, length, preset, device, autocast)
+    timed = TimedModel(attention, length, preset, device, autocast)
 
     def seconds(function: Callable[[], object]) -> float:
         return median_seconds(function, repeats, device)
 
-    update = seconds(case.update)
-    case.optimizer.zero_grad(set_to_none=True)
-    state = case.decoded()
+    update = seconds(timed.update)
+    timed.optimizer.zero_grad(set_to_none=True)
+    state = timed.decoded()
     row = {
         "attention": attention,
         "source_length": length,
-        "train_rows": case.train_rows,
-        "train_tokens_per_s": case.train_rows * length / update,
-        "sentences": case.sentences,
-        "encode_ms": 1e3 * seconds(case.encode),
-        "step_ms": 1e3 * seconds(lambda: case.step(state, 8)) / 8,
-        "sentences_per_s": case.sentences / seconds(case.translate),
-        "state_bytes": state.nbytes // case.sentences,
+        "train_rows": timed.train_rows,
+        "train_tokens_per_s": timed.train_rows * length / update,
+        "sentences": timed.sentences,
+        "encode_ms": 1e3 * seconds(timed.encode),
+        "step_ms": 1e3 * seconds(lambda: timed.step(state, 8)) / 8,
+        "sentences_per_s": timed.sentences / seconds(timed.translate),
+        "state_bytes": state.nbytes // timed.sentences,
     }
-    if case.recorded is not None:
-        row["recorded_step_ms"] = 1e3 * seconds(lambda: case.step(state, 8, True)) / 8
-        row["recorded_sentences_per_s"] = case.sentences / seconds(lambda: case.translate(True))
+    if timed.captured is not None:
+        row["recorded_step_ms"] = 1e3 * seconds(lambda: timed.step(state, 8, True)) / 8
+        row["recorded_sentences_per_s"] = timed.sentences / seconds(lambda: timed.translate(True))
     return row
 
 

@@ -49,7 +49,7 @@ def generate(
     start = time.monotonic()
     with writing():
         try:
-            for piece in trained.pieces(reader, prompt, tokens, sampling, seed):
+            for piece in trained.stream_text(reader, prompt, tokens, sampling, seed):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         finally:

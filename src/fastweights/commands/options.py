@@ -64,11 +64,11 @@ def as_json(value: Any) -> str:
 
 
 @contextmanager
-def input_errors(kinds: tuple[type[Exception], ...] = (ValueError, TypeError, ImportError)) -> Iterator[None]:
+def input_errors(expected: tuple[type[Exception], ...] = (ValueError, TypeError, ImportError)) -> Iterator[None]:
     """End the command with a sentence and exit code 2 on errors of these kinds."""
     try:
         yield
-    except kinds as error:
+    except expected as error:
         say(f"Error: {error}")
         raise typer.Exit(2) from None
 

@@ -165,9 +165,9 @@ def lm(
     with interruptible(STOPPED):
         with input_errors():
             require("lightning")
-            reading = {"batch_size": batch, "segment": length, "documents": documents}
+            batches = {"batch_size": batch, "segment": length, "documents": documents}
             model = {"normalization": normalization, "positions": positions}
-            chosen = training.chosen(FIELDS, **reading, **model, graph=graph or None)
+            chosen = training.chosen(FIELDS, **batches, **model, graph=graph or None)
             # Before a corpus is prepared for a model that cannot be.
             look_up(PRESETS, preset, "preset")
             look_up(MIXER_CHOICES, mixer, "mixer")
@@ -218,8 +218,8 @@ def mt(
     with interruptible(STOPPED):
         with input_errors():
             attention = attention or ("linear" if preset == "quick" else "softmax")
-            places = {"encoder": encoder, "decoder": decoder, "cross": cross}
-            chosen = training.chosen(MT_FIELDS, **places, features=features, nu=nu, rule=rule, max_tokens=tokens)
+            attentions = {"encoder": encoder, "decoder": decoder, "cross": cross}
+            chosen = training.chosen(MT_FIELDS, **attentions, features=features, nu=nu, rule=rule, max_tokens=tokens)
             scoring = ["sacrebleu"] if chosen.get("bleu_sentences", 1) else []
             require("lightning", "tokenizers", *scoring, *([] if data else ["num2words"]))
             # Before a corpus is prepared for a model that cannot be.
@@ -227,7 +227,7 @@ def mt(
             folder = data or prepare_once("numbers", "number words in English and German", NUMBERS)
             corpus = ParallelCorpus.load(folder)
             task, config = assemble_translation(corpus, preset=preset, attention=attention, **chosen)
-            others = (f"{place}_{name}" for place, name in places.items() if name not in (None, attention))
+            others = (f"{place}_{name}" for place, name in attentions.items() if name not in (None, attention))
             out = out or Path("runs") / "-".join(filter(None, ("mt", preset, attention, *others, rule)))
         pairs = f"{len(corpus.split('train')):,} pairs of {corpus.manifest['name']}"
         long = f", {task.left_out:,} of them too long" if task.left_out else ""
@@ -285,10 +285,10 @@ def prepare_documentation(preset: str) -> Path:
     return prepare_once("embedded", what, PIECES, tokens="bpe", vocabulary_size=SIZES[preset]["vocab_size"])
 
 
-def announce(task: Any, reading: str, out: Path) -> None:
+def announce(task: Any, data: str, out: Path) -> None:
     """Say what will be trained on what, and where."""
     if first_process():
-        say(f"{task.n_parameters / 1e6:.2f} M parameters, {reading}; the run is kept in {out}")
+        say(f"{task.n_parameters / 1e6:.2f} M parameters, {data}; the run is kept in {out}")
 
 
 def run_training(

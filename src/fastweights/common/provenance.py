@@ -34,8 +34,8 @@ def commit() -> str:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, check=True, timeout=20)
-    return done.stdout.strip()
+    completed = subprocess.run(["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, check=True, timeout=20)
+    return completed.stdout.strip()
 
 
 @cache

@@ -128,14 +128,14 @@ def find(source: Path, names: Sequence[str], obtain: str) -> list[Source]:
         members = _members(source, obtain)
         matches = {name: [Source(source, m) for m in members if PurePosixPath(m).name == name] for name in names}
         holds = members
-    for name, places in matches.items():
-        if not places:
+    for name, found in matches.items():
+        if not found:
             listing = ", ".join(holds[:8]) + (", …" if len(holds) > 8 else "") or "nothing"
             raise DataError(f"there is no {name} in {source}, which holds {listing}; {obtain}")
-        if len(places) > 1:
-            raise DataError(f"{name} is there more than once: {', '.join(place.label for place in places)}; name one")
-        if not places[0].size:
-            raise DataError(f"{places[0].label} is empty; {obtain}")
+        if len(found) > 1:
+            raise DataError(f"{name} is there more than once: {', '.join(place.label for place in found)}; name one")
+        if not found[0].size:
+            raise DataError(f"{found[0].label} is empty; {obtain}")
     return [matches[name][0] for name in names]
 
 

@@ -24,7 +24,7 @@ from fastweights.ops.linear_attention import linear_attention, read_memory, writ
 from fastweights.ops.state import FastWeightState, State, register_state
 
 
-class Reading(nn.Module):
+class CrossAttention(nn.Module):
     """What both kinds share: the projections, and beams that read one memory.
 
     `remember` keeps B sequences. `forward` reads with N = n B rows, of which n neighbours share a sequence: beams of
@@ -68,7 +68,7 @@ class Reading(nn.Module):
         return f"n_heads={self.n_heads}, d_head={self.d_head}"
 
 
-class SoftmaxReading(Reading):
+class SoftmaxCrossAttention(CrossAttention):
     """Softmax attention, Eqs. 4-7 over a whole sequence: its memory is every key and value.
 
     Equivalent to, for each head,
@@ -110,7 +110,7 @@ class MappedState(PaddedState):
     v: Tensor
 
 
-class FastWeightReading(Reading):
+class FastWeightCrossAttention(CrossAttention):
     """Linear attention, Eq. 14 with the sums over a whole sequence: its memory is W and z, of one size for any length.
 
     In training mode a memory is read once, and `linear_attention` finds the cheaper way: it is kept as phi(k) and v.

@@ -92,9 +92,9 @@ def _numbers(text: str, count: int) -> list[int]:
     return numbers
 
 
-def _spread(count: int, room: int) -> list[int]:
-    """Return the numbers of as many layers as there is room for, at least one, from the first to the last."""
-    kept = min(count, max(1, room))
+def _spread(count: int, most: int) -> list[int]:
+    """Return the numbers of at most that many of the layers, at least one, from the first to the last."""
+    kept = min(count, max(1, most))
     return [1 + round(i * (count - 1) / max(1, kept - 1)) for i in range(kept)]
 
 

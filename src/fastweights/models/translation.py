@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastweights.layers.cross_attention import FastWeightReading, Reading, SoftmaxReading
+from fastweights.layers.cross_attention import CrossAttention, FastWeightCrossAttention, SoftmaxCrossAttention
 from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.layers.feedforward import FeedForward
 from fastweights.layers.mixers import StackState
@@ -67,12 +67,12 @@ class TranslationState:
         return held + (0 if self.past is None else self.past.nbytes)
 
 
-def _reading(config: TranslationModelConfig, attention: str) -> Reading:
+def _attention(config: TranslationModelConfig, attention: str) -> CrossAttention:
     phi = ATTENTIONS[attention]
     if phi is None:
-        return SoftmaxReading(config.d_model, config.n_heads, dropout=config.attention_dropout)
+        return SoftmaxCrossAttention(config.d_model, config.n_heads, dropout=config.attention_dropout)
     options = config.map_options(attention)
-    return FastWeightReading(config.d_model, config.n_heads, feature_map=phi, feature_map_options=options)
+    return FastWeightCrossAttention(config.d_model, config.n_heads, feature_map=phi, feature_map_options=options)
 
 
 def _causal(config: TranslationModelConfig) -> nn.Module:
@@ -117,7 +117,7 @@ class EncoderLayer(Layer):
 
     def __init__(self, config: TranslationModelConfig) -> None:
         super().__init__(config)
-        self.attention = _reading(config, config.encoder)
+        self.attention = _attention(config, config.encoder)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Map x (B, S, d_model) to (B, S, d_model)."""
@@ -132,7 +132,7 @@ class DecoderLayer(Layer):
     def __init__(self, config: TranslationModelConfig) -> None:
         super().__init__(config)
         self.attention = _causal(config)
-        self.cross = _reading(config, config.cross)
+        self.cross = _attention(config, config.cross)
         self.cross_norm = nn.LayerNorm(config.d_model)
 
     def forward(self, x: Tensor, source: Encoded | State, past: State | None) -> tuple[Tensor, State, State]:

@@ -121,8 +121,8 @@ def capacity(
         assert error is not None
         errors.append(error.square().mean().sqrt().item())
     options = "".join(f", {name} {value}" for name, value in (feature_map_options or {}).items())
-    again = f", {passes} passes" if passes > 1 else ""
-    return Capacity(f"{rule.name}, {feature_map}{options}{again}", phi.dim, tried, tuple(errors), bound)
+    repeated = f", {passes} passes" if passes > 1 else ""
+    return Capacity(f"{rule.name}, {feature_map}{options}{repeated}", phi.dim, tried, tuple(errors), bound)
 
 
 def _sizes(given: Sequence[int] | None, d_dot: int) -> tuple[int, ...]:

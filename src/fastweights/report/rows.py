@@ -99,13 +99,13 @@ def summary(chapters: Sequence[Chapter], most: int = 24) -> list[str]:
     names = [chapter.name for chapter in chapters]
     labels = [chapter.label for chapter in chapters]
     claims = [claim for chapter in chapters for claim in chapter.claims]
-    room = most - 1 - len(chapters)
+    left = most - 1 - len(chapters)
     lines = [f"Of {len(claims)} statements of the paper, {tally(claims)}."]
     for name, label, chapter in zip(names, labels, chapters, strict=True):
         needs = next((f" (needs {c.needs})" for c in chapter.claims if c.verdict == BEYOND_SCALE), "")
         verdicts = f"{tally(chapter.claims)}{needs}"
         lines.append(f"{name:{max(map(len, names))}}  {label:{max(map(len, labels))}}  {verdicts}")
         fails = [f"  fails: {claim.text} ({claim.ours})" for claim in chapter.claims if claim.holds is False]
-        lines += fails[: max(0, room)]
-        room -= len(fails)
+        lines += fails[: max(0, left)]
+        left -= len(fails)
     return lines

@@ -122,7 +122,7 @@ class ShuffledSegments:
             )
         self.tokens, self.starts, self.batch, self.length, self.seed = tokens, starts, batch, length, seed
         self._range = torch.arange(length + 1, device=tokens.device)
-        self._epoch, self._places = -1, torch.empty(0)
+        self._epoch, self._positions = -1, torch.empty(0)
 
     def __len__(self) -> int:
         """Count the steps of an epoch."""
@@ -134,10 +134,10 @@ class ShuffledSegments:
             raise IndexError(f"step must be at least 0, got {step}")
         epoch, index = divmod(step, len(self))
         if epoch != self._epoch:
-            self._epoch, self._places = epoch, self._draw(epoch)
-        places = self._places[index * self.batch : (index + 1) * self.batch][self._mine, None] + self._range
-        tokens = self.tokens[places].long()
-        starts = None if self.starts is None else self.starts[places[:, :-1]]
+            self._epoch, self._positions = epoch, self._draw(epoch)
+        positions = self._positions[index * self.batch : (index + 1) * self.batch][self._mine, None] + self._range
+        tokens = self.tokens[positions].long()
+        starts = None if self.starts is None else self.starts[positions[:, :-1]]
         return Segment(tokens[:, :-1], tokens[:, 1:], False, starts)
 
     def _draw(self, epoch: int) -> Tensor:

@@ -71,6 +71,6 @@ def compile_library(compiler: str, level: Level, output: Path) -> None:
 def run_compiler(compiler: str, options: Sequence[str], output: Path) -> None:
     """Compile all sources with these options."""
     command = [compiler, *options, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(output)]
-    done = subprocess.run(command, capture_output=True, env={**os.environ, "TMPDIR": str(output.parent)})
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
+    completed = subprocess.run(command, capture_output=True, env={**os.environ, "TMPDIR": str(output.parent)})
+    if completed.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{completed.stderr.decode(errors='replace')[-2000:]}")

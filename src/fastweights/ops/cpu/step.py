@@ -1,7 +1,7 @@
 """One token, or a few, of each sequence in C++, csrc/step.cpp, with feature maps and gates inside; no gradients.
 
-What follows from shapes, strides and dtypes is worked out once, in a `Plan`. A call is little more than the addresses
-of its tensors, since the Python around a state of 64 x 64 takes longer than the C++.
+What follows from shapes, strides and dtypes is worked out once, in a `StepPlan`. A call is little more than the
+addresses of its tensors, since the Python around a state of 64 x 64 takes longer than the C++.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ABSENT, _PLAIN, _COMPLEMENT, _LOGIT, _COMPLEMENT_LOGIT, _LOGARITHM = range(6)
 _pack = struct.Struct("13q").pack
 
 
-class Plan(ctypes.Structure):
+class StepPlan(ctypes.Structure):
     """What all calls of a spec have in common."""
 
     _fields_ = (
@@ -192,11 +192,11 @@ class Step:
         per_key = gates[0] is not None and gates[0].dim() == 4
         sizes = (spec.N, spec.T, spec.H, spec.H // q.shape[2], q.shape[3], spec.D, spec.M, features.nu)
         norm = 1 if features.sum else 2 if features.l2 else 0
-        kinds = (_MAPS[features.map], norm, self.wide == torch.float64, per_key, spec.normalized)
+        codes = (_MAPS[features.map], norm, self.wide == torch.float64, per_key, spec.normalized)
         (T, H, M) = spec.v[0][1:]
         y = View(None, T * H * M, H * M, M, KINDS[v.dtype], v.element_size())
         views = [View.of(x) for x in (q, k, v, *gates)]
-        return bytes(Plan(*sizes, features.scale, *kinds, *self.forms, *views, y))
+        return bytes(StepPlan(*sizes, features.scale, *codes, *self.forms, *views, y))
 
 
 def _rows(x: Any) -> Any:

@@ -83,11 +83,11 @@ class _Eager(torch.autograd.Function):
             more = () if ctx.function.outputs is None else (kept,)
             found = ctx.kernels.backward(grads, tensors, ctx.settings, *more)
             return None, None, None, *(x if wants else None for x, wants in zip(found, wanted, strict=True))
-        again = torch.is_grad_enabled()
+        differentiable = torch.is_grad_enabled()
         with torch.enable_grad():
             outputs = ctx.function.plain(*tensors, *ctx.settings)
         pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if dy is not None]
         inputs = [x for x, wants in zip(tensors, wanted, strict=True) if wants]
         ys, dys = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(ys, inputs, dys, create_graph=again, allow_unused=True))
+        found = iter(torch.autograd.grad(ys, inputs, dys, create_graph=differentiable, allow_unused=True))
         return None, None, None, *(next(found) if wants else None for wants in wanted)

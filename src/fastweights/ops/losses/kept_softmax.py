@@ -58,14 +58,14 @@ def _log_softmax(part: Part, hidden: Tensor) -> Tensor:
 
 
 def _forward(tensors: Tensors, settings: Tensors) -> tuple[Tensor, ...]:
-    hidden, room = tensors[0], settings[1]
+    hidden, bytes_left = tensors[0], settings[1]
     nll = hidden.new_zeros(len(hidden))
     kept: list[Tensor] = []
     for part, rows, entries in _tiles(tensors, settings):
         log_p = _log_softmax(part, hidden[rows])
         nll[rows] -= log_p.gather(1, entries.unsqueeze(1)).squeeze(1)
-        room -= log_p.nbytes
-        if room >= 0:
+        bytes_left -= log_p.nbytes
+        if bytes_left >= 0:
             kept.append(log_p.exp_())
     return nll, *kept
 

@@ -85,9 +85,9 @@ class TrainedLanguageModel:
             seed: the same seed gives the same text.
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        return "".join(self.pieces(self.reader(), prompt, tokens, sampling, seed))
+        return "".join(self.stream_text(self.reader(), prompt, tokens, sampling, seed))
 
-    def pieces(
+    def stream_text(
         self, reader: Stream | SlidingWindow, prompt: str, tokens: int, sampling: Sampling, seed: int = 0
     ) -> Iterator[str]:
         """Yield the text of `generate` as it comes."""
@@ -134,5 +134,5 @@ def load(run: Path | str, *, checkpoint: str = "best", device: str | torch.devic
         RunError: there is no run of either kind.
         CheckpointError: its weights cannot be used.
     """
-    kinds = {TranslationRun.name: TrainedTranslationModel}
-    return kinds.get(task_of(run), TrainedLanguageModel).load(run, checkpoint, device)
+    classes = {TranslationRun.name: TrainedTranslationModel}
+    return classes.get(task_of(run), TrainedLanguageModel).load(run, checkpoint, device)

@@ -22,9 +22,9 @@ enum Norm : int32_t { kAsIs, kSum, kL2 };
 // What is given for a coefficient: nothing; itself, one minus it, its logit, the logit of one minus it, or its logarithm.
 enum Form : int32_t { kAbsent, kPlain, kComplement, kLogit, kComplementLogit, kLogarithm };
 
-// Mirrored by `Plan` in step.py, and the same for all calls of a spec. Heads of q and k are of size R before the map and
-// of size D after it. The views have no data.
-struct Plan {
+// Mirrored by `StepPlan` in step.py, and the same for all calls of a spec. Heads of q and k are of size R before the map
+// and of size D after it. The views have no data.
+struct StepPlan {
   int64_t N, T, H, group, R, D, M, nu;
   double scale;
   int32_t map, norm, wide, per_key, normalized;
@@ -114,7 +114,7 @@ R rectified(R x) {
 template <class R>
 class Head {
  public:
-  Head(const Plan& plan, const Tensors& given) : plan(plan), given(given), D(plan.D), M(plan.M) {
+  Head(const StepPlan& plan, const Tensors& given) : plan(plan), given(given), D(plan.D), M(plan.M) {
     thread_local std::vector<R> kept;
     const int64_t Dp = padded<R>(D), Rp = padded<R>(2 * plan.R), lanes = Simd<R>::lanes;
     kept.assign(4 * Dp + 3 * padded<R>(M) + 2 * Rp + lanes, R(0));
@@ -146,7 +146,7 @@ class Head {
   }
 
  private:
-  const Plan& plan;
+  const StepPlan& plan;
   const Tensors& given;
   const int64_t D, M;
   R *q, *k, *fade, *faded, *u, *y, *recall, *raw, *scratch;
@@ -298,7 +298,7 @@ class Head {
 };
 
 template <class R>
-void run(const Plan& plan, const Tensors& given) {
+void run(const StepPlan& plan, const Tensors& given) {
   const int64_t heads = plan.N * plan.H;
   for_each_job(heads, heads * plan.D * plan.M * (given.bounds ? 1 : plan.T),
                [&](int64_t i) { Head<R>(plan, given).run(i / plan.H, i % plan.H); });
@@ -306,6 +306,6 @@ void run(const Plan& plan, const Tensors& given) {
 
 }  // namespace
 
-extern "C" void fastweights_step(const Plan* plan, const Tensors* given) {
+extern "C" void fastweights_step(const StepPlan* plan, const Tensors* given) {
   plan->wide ? run<double>(*plan, *given) : run<float>(*plan, *given);
 }

@@ -74,9 +74,9 @@ def row_gradients(
         h = tl.load(d_nll + row)
         whole += h
         once += h
-    even = g * SMOOTHING / V
+    uniform = g * SMOOTHING / V
     for start in range(0, V, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(logits + row * V + at, at < V, -float("inf")).to(tl.float32)
-        d = whole * tl.exp(x - total) - even - tl.where(at == target, once, 0.0)
+        d = whole * tl.exp(x - total) - uniform - tl.where(at == target, once, 0.0)
         tl.store(d_logits + row * V + at, d.to(d_logits.dtype.element_ty), at < V)
