@@ -75,6 +75,14 @@ def test_what_is_dropped_looks_random():
         assert abs(product.mean()) * product.numel() ** 0.5 < 4
 
 
+def test_the_check_measures_what_is_dropped_in_standard_deviations(monkeypatch):
+    """Where all is dropped, off by (1 - p) / sqrt(p (1 - p) / n): four times as much for p = 0.2 as for 0.8."""
+    monkeypatch.setattr(launch, "forward", lambda x, w1, *_: (x, x.new_zeros(len(x), len(w1))))
+    monkeypatch.setattr(launch, "backward", lambda dy, x, w1, w2, *_: (x, w1, w1[:, 0], w2))
+    few, many = (compare(torch.float64, 6, 10, CPU, 20, p)["dropped"] for p in (0.2, 0.8))
+    assert few == pytest.approx(4 * many)
+
+
 @inside
 def test_nan_stays():
     fused, _ = layers()

@@ -6,7 +6,9 @@ import torch
 from fastweights.ops.cpu import products
 from fastweights.ops.fused.linear import linear, plain_linear
 
-pytestmark = pytest.mark.skipif(products.unavailable() is not None, reason=str(products.unavailable()))
+THERE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+FAST = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+pytestmark = pytest.mark.skipif(not (THERE and FAST), reason="for processors with AVX-512, by oneDNN")
 
 
 def random_call(tokens=(3, 64), inner=96, columns=260, bias=True):

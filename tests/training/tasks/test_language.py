@@ -212,6 +212,14 @@ def test_a_model_for_another_corpus_is_refused(corpus):
         LanguageTask(other, corpus, segment=4, batch_size=2)
 
 
+def test_a_state_is_not_carried_to_features_drawn_anew(corpus):
+    model = small_task(corpus, "performer", context="carried")[0].model
+    # As FAVOR+ does where nobody says otherwise.
+    redrawing = type(model)(**{**model.to_dict(), "feature_map_options": {"m": 4}})
+    with pytest.raises(ValueError, match="'favor' draws new features"):
+        LanguageTask(redrawing, corpus, segment=4, batch_size=2, context="carried")
+
+
 def test_a_run_is_read_back(corpus, tmp_path):
     result = run(corpus, tmp_path / "run")
     opened = LanguageRun.open(tmp_path / "run")
