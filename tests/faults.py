@@ -250,9 +250,10 @@ def main() -> None:
         for verdict in pool.map(judge, faults):
             verdicts.append(verdict)
             print(f"{verdict.outcome:8} {verdict.words}  {verdict.test}", flush=True)
+        copy = copies.get()
         for in_interpreter in (False, True):
             tests = {x.test for x in verdicts if x.test and x.in_interpreter == in_interpreter}
-            run = copies.get().pytest(sorted(tests), in_interpreter, 10 * options.limit) if tests else None
+            run = copy.pytest(sorted(tests), in_interpreter, 10 * options.limit) if tests else None
             if run is not None and run.returncode != 0:
                 sys.exit(f"these fail without any fault, so what they noticed does not count:\n{run.stdout[-3000:]}")
     counts = Counter(verdict.outcome for verdict in verdicts)
