@@ -4,7 +4,7 @@
 A tile of phi stands as (C, D) for `AXIS` = 1, or as (D, C) for `AXIS` = 0. Each feature of DPFP is a product of two
 entries of the raw head. They are loaded entry by entry with `o.gather`, else taken from one tile by products with
 matrices of 0, 1 and -1. A tile that is needed both ways is then formed both ways, since no product may take the
-transpose of another (see gradients.py).
+transpose of another (see gradients.py). A tile may hold some features only, from the one numbered `first` on.
 """
 
 import triton
@@ -35,9 +35,9 @@ def factor_position(j, SECOND: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def selection(SECOND: tl.constexpr, AXIS: tl.constexpr, o: tl.constexpr):
+def selection(SECOND: tl.constexpr, AXIS: tl.constexpr, o: tl.constexpr, first=0):
     """Which raw entry, and with which sign, a factor of each feature is: (R, D), transposed for AXIS 0."""
-    j = tl.expand_dims(tl.arange(0, o.block_D), 1 - AXIS)
+    j = tl.expand_dims(first + tl.arange(0, o.block_D), 1 - AXIS)
     x = tl.expand_dims(tl.arange(0, o.block_R), AXIS)
     p = factor_position(j, SECOND, o.R)
     sign = tl.where(p == x, 1.0, 0.0) - tl.where(p == x + o.R, 1.0, 0.0)
@@ -56,31 +56,32 @@ def load_raw(x, rows, left, stride, AXIS: tl.constexpr, o: tl.constexpr):
 
 
 @triton.jit
-def factor(x, raw, rows, left, stride, SECOND: tl.constexpr, AXIS: tl.constexpr, o: tl.constexpr):
+def factor(x, raw, rows, left, stride, SECOND: tl.constexpr, AXIS: tl.constexpr, o: tl.constexpr, first=0):
     """One of the two factors of every feature of DPFP, (C, D) or (D, C)."""
     if o.gather:
-        j = tl.expand_dims(tl.arange(0, o.block_D), 1 - AXIS)
+        j = tl.expand_dims(first + tl.arange(0, o.block_D), 1 - AXIS)
         token = tl.expand_dims(rows, AXIS)
         p = factor_position(j, SECOND, o.R)
         entry = tl.load(x + token * stride + p % o.R, (token < left) & (j < o.D), 0.0).to(o.acc)
         result = rectified(tl.where(p < o.R, entry, -entry))
     else:
-        chosen = selection(SECOND, AXIS, o)
+        chosen = selection(SECOND, AXIS, o, first)
         result = rectified(dot(raw, chosen, o) if AXIS == 1 else dot(chosen, raw, o))
     return result
 
 
 @triton.jit
-def mapped(x, raw, rows, left, stride, AXIS: tl.constexpr, o: tl.constexpr):
+def mapped(x, raw, rows, left, stride, AXIS: tl.constexpr, o: tl.constexpr, first=0):
     """phi of raw keys or queries before its normalisation; zero past the last of `left` tokens."""
     if o.map == "dpfp":
-        one = factor(x, raw, rows, left, stride, False, AXIS, o)
-        phi = one * factor(x, raw, rows, left, stride, True, AXIS, o)
+        one = factor(x, raw, rows, left, stride, False, AXIS, o, first)
+        phi = one * factor(x, raw, rows, left, stride, True, AXIS, o, first)
     else:
         raw = raw.to(o.acc)
         if o.map == "elu":
             phi = tl.where(raw > 0, raw + 1.0, exponential(raw))
-            inside = tl.expand_dims(rows < left, AXIS) & tl.expand_dims(tl.arange(0, o.block_R) < o.R, 1 - AXIS)
+            columns = first + tl.arange(0, o.block_R)
+            inside = tl.expand_dims(rows < left, AXIS) & tl.expand_dims(columns < o.R, 1 - AXIS)
             phi = tl.where(inside, phi, 0.0)
         else:
             phi = rectified(raw)
@@ -121,7 +122,9 @@ def load_features(x, rows, left, columns, stride, o: tl.constexpr):
 
 
 @triton.jit
-def raw_gradient(dphi, scale, x, raw, rows, left, stride, AXIS: tl.constexpr, KNOWN: tl.constexpr, o: tl.constexpr):
+def raw_gradient(
+    dphi, scale, x, raw, rows, left, stride, AXIS: tl.constexpr, KNOWN: tl.constexpr, o: tl.constexpr, first=0
+):
     """Gradient of `raw` keys or queries, which stand at x, (C, R) or (R, C), from that of phi.
 
     With `KNOWN` 1 over the sum of each token's features is given as `scale`.
@@ -133,16 +136,16 @@ def raw_gradient(dphi, scale, x, raw, rows, left, stride, AXIS: tl.constexpr, KN
             scale = tl.expand_dims(scale, AXIS) if KNOWN else one_over_sum(phi, AXIS, o)
             dx = (dx - tl.expand_dims(tl.sum(dx * phi, AXIS), AXIS) * scale) * scale
         if o.map == "dpfp":
-            one = factor(x, raw, rows, left, stride, False, AXIS, o)
-            other = factor(x, raw, rows, left, stride, True, AXIS, o)
+            one = factor(x, raw, rows, left, stride, False, AXIS, o, first)
+            other = factor(x, raw, rows, left, stride, True, AXIS, o, first)
             d_one = tl.where(one > 0, dx * other, 0.0)
             d_other = tl.where(other > 0, dx * one, 0.0)
-            first = selection(False, 1 - AXIS, o)
-            second = selection(True, 1 - AXIS, o)
+            to_one = selection(False, 1 - AXIS, o, first)
+            to_other = selection(True, 1 - AXIS, o, first)
             if AXIS == 1:
-                dx = dot(d_one, first, o) + dot(d_other, second, o)
+                dx = dot(d_one, to_one, o) + dot(d_other, to_other, o)
             else:
-                dx = dot(first, d_one, o) + dot(second, d_other, o)
+                dx = dot(to_one, d_one, o) + dot(to_other, d_other, o)
         else:
             raw = raw.to(o.acc)
             dx = tl.where(raw > 0, dx, dx * exponential(raw) if o.map == "elu" else 0.0)
