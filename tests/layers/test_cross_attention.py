@@ -129,7 +129,7 @@ def test_a_memory_of_the_other_kind_is_refused():
     x = rows(1, 3)
     with pytest.raises(TypeError, match="got FastWeightState"):
         make("softmax")(x, make("elu").remember(x))
-    with pytest.raises(TypeError, match="got MappedState"):
+    with pytest.raises(TypeError, match="got RawState"):
         make("softmax")(x, make("elu").train().remember(x))
     with pytest.raises(TypeError, match="got KeyValueState"):
         make("elu")(x, make("softmax").remember(x))

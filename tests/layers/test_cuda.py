@@ -6,10 +6,12 @@ from functools import partial
 import pytest
 import torch
 
+import fastweights as fw
 from fastweights.benchmarks import lm
 from fastweights.common.cuda_graph import capture_after_warmup
 from fastweights.layers.adaptive import AdaptiveSoftmax
 from fastweights.layers.feedforward import FeedForward
+from fastweights.ops.features import PLAIN, Features
 from fastweights.ops.fused.gated_norm import gated_rms_norm
 from fastweights.ops.fused.short_convolution import short_convolution
 from fastweights.ops.gpu import self_check
@@ -18,6 +20,8 @@ from fastweights.ops.gpu.feedforward import self_check as feedforward
 from fastweights.ops.gpu.gated_norm import self_check as gated_norm
 from fastweights.ops.gpu.label_smoothing import self_check as smoothing
 from fastweights.ops.gpu.label_smoothing.launch import BLOCK
+from fastweights.ops.gpu.linear_attention import self_check as linear
+from fastweights.ops.gpu.linear_attention.launch import KEPT, ONE_LAUNCH, PARTS, WEIGHTS, Call, tile_width
 from fastweights.ops.gpu.self_check import LIMITS
 from fastweights.ops.gpu.short_convolution import self_check as convolution
 from fastweights.ops.gpu.short_convolution.self_check import Kind
@@ -111,6 +115,11 @@ def feed_forward():
     return FeedForward(64, 300).to(CUDA, torch.bfloat16), torch.randn(40, 64, device=CUDA, dtype=torch.bfloat16)
 
 
+def linear_attention():
+    k, v = torch.randn(2, 1, 30, 2, 16, device=CUDA).unbind()
+    return lambda x: fw.linear_attention(x, k, v, features=ELU), torch.randn(1, 40, 2, 16, device=CUDA)
+
+
 def label_smoothing():
     targets = torch.randint(300, (40,), device=CUDA)
     return lambda x: sum(smoothed_nll(x, targets, 0.1)), torch.randn(40, 300, device=CUDA)
@@ -128,7 +137,7 @@ def norm_and_gate():
     return lambda x: gated_rms_norm(x, weight, x.cos(), "silu"), torch.randn(2, 10, 3, 24, device=CUDA)
 
 
-MAKERS = [adaptive_softmax, feed_forward, label_smoothing, convolution_of_texts, norm_and_gate]
+MAKERS = [adaptive_softmax, feed_forward, label_smoothing, linear_attention, convolution_of_texts, norm_and_gate]
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -170,6 +179,24 @@ def test_verdicts_are_kept_on_disk(monkeypatch, tmp_path):
 @pytest.mark.parametrize("mean", [0, 5])
 def test_linear_attention_of_16_bits(D, T, S, mean):
     assert all(error < 1e-2 for error in linear_attention_errors(torch.bfloat16, D, T, S, mean, CUDA))
+
+
+ELU, DPFP = Features.named("elu"), Features.named("dpfp", 2)
+HEADS = [(64, 64, ELU), (64, 64, DPFP), (64, 64, Features.named("dpfp", 3)), (16, 24, ELU), (512, 128, PLAIN)]
+
+
+@pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)
+@pytest.mark.parametrize(("R", "M", "features"), HEADS, ids=lambda x: x.map if isinstance(x, Features) else str(x))
+@pytest.mark.parametrize("way", [WEIGHTS, ONE_LAUNCH, PARTS, KEPT])
+def test_linear_attention(way, R, M, features, dtype):
+    width = tile_width(dtype, features.size(R), M)
+    for C in (16, 32, 64) if way == WEIGHTS else (width,):
+        if width < C:
+            continue
+        for mean, masked in ((0.0, True), (5.0, False)):
+            call = Call(way, dtype, R, M, features, True, masked, C)
+            errors = linear.compare(call, 3, CUDA, mean=mean)
+            assert all(error < LIMITS[dtype] / 2 for error in errors.values()), (C, mean, errors)
 
 
 @pytest.mark.parametrize("model", lm.MODELS)

@@ -5,23 +5,29 @@ from dataclasses import replace
 import pytest
 import torch
 
+import fastweights as fw
 from fastweights.layers.adaptive import AdaptiveSoftmax
 from fastweights.layers.feedforward import FeedForward
+from fastweights.ops.features import Features
 from fastweights.ops.gpu import device, self_check
 from fastweights.ops.gpu.adaptive_softmax import self_check as adaptive
 from fastweights.ops.gpu.feedforward import self_check as feedforward
 from fastweights.ops.gpu.gated_norm import self_check as gated_norm
 from fastweights.ops.gpu.label_smoothing import self_check as smoothing
+from fastweights.ops.gpu.linear_attention import launch
+from fastweights.ops.gpu.linear_attention import self_check as linear
 from fastweights.ops.gpu.short_convolution import self_check as convolution
 from fastweights.ops.losses.label_smoothing import dense_nll, smoothed_nll
 
 CPU = torch.device("cpu")
+ELU = Features.named("elu")
 CHECKS = {
     "adaptive": adaptive.check_of(torch.bfloat16, torch.float32, 128),
     "feedforward": feedforward.check_of(128, 2048, 0.1),
     "smoothing": smoothing.check_of(torch.bfloat16),
     "convolution": convolution.check_of(convolution.Kind(torch.bfloat16, 4, True)),
     "gated norm": gated_norm.check_of(torch.bfloat16, 128, "silu"),
+    "linear attention": linear.check_of(launch.Call(launch.WEIGHTS, torch.bfloat16, 64, 64, ELU, True, True, 32), 8),
 }
 
 
@@ -71,12 +77,17 @@ def test_a_share_that_is_dropped_has_a_limit_of_its_own():
 
 def test_where_kernels_are_wrong_plain_pytorch_computes(monkeypatch):
     monkeypatch.setattr(device, "refuses", lambda *_: None)
-    for module in (adaptive, feedforward, smoothing):
+    for module in (adaptive, feedforward, smoothing, linear):
         monkeypatch.setattr(module, "compare", lambda *_: {"y": 1.0})
     targets = torch.tensor([0, 5, 9])
     logits = torch.randn(3, 10)
     with pytest.warns(UserWarning, match="label smoothing for torch.float32 are wrong on this machine"):
         torch.testing.assert_close(smoothed_nll(logits, targets, 0.1), dense_nll(logits, targets, 0.1))
+    q = torch.randn(1, 3, 2, 4)
+    with pytest.warns(UserWarning, match="linear attention for float32, d = 4 through elu, M = 4, by weights"):
+        torch.testing.assert_close(
+            fw.linear_attention(q, q, q, features=ELU), linear.weighted(q, q, q, None, ELU, True)
+        )
     adaptive_softmax, feed_forward = AdaptiveSoftmax(10, 4, backend="fused"), FeedForward(4, 8, backend="fused")
     with (
         pytest.warns(UserWarning, match="softmax kernels"),

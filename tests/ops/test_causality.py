@@ -11,7 +11,7 @@ import torch
 
 import fastweights as fw
 from fastweights.ops import reference
-from fastweights.ops.features import PLAIN, Features
+from fastweights.ops.features import PLAIN, Features, MapFeatures
 from fastweights.ops.gpu.memory.containment import contain
 from fastweights.ops.rules import RULES
 from fastweights.ops.spec import Inputs
@@ -160,7 +160,9 @@ def test_padding_may_hold_anything(backend, rule, normalization, features):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_padding_of_attention_without_direction(normalization, dtype):
+@pytest.mark.parametrize("phi", ["identity", "favor"])
+def test_padding_of_attention_without_direction(phi, normalization, dtype):
+    features = MapFeatures(fw.feature_map(phi, 4).eval())
     mask = torch.arange(9) < torch.tensor([[5], [9]])
     results = []
     for value in (0.5, float("nan")):
@@ -168,7 +170,7 @@ def test_padding_of_attention_without_direction(normalization, dtype):
         q, k, v = (torch.rand(2, n, H, 4, generator=generator).to(dtype) for n in (7, 9, 9))
         k[~mask], v[~mask] = value, value
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        y = fw.linear_attention(*inputs, mask, normalization=normalization)
+        y = fw.linear_attention(*inputs, mask, normalization=normalization, features=features)
         results.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -8,7 +8,7 @@ An encoder reads the sentence that it remembers, a decoder reads that of the enc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from fastweights.layers.checks import check_dropout, check_dtype, check_input, h
 from fastweights.layers.linear import Linear
 from fastweights.layers.padding import PaddedState, check_state
 from fastweights.layers.softmax import KeyValueState
+from fastweights.ops.features import MapFeatures
 from fastweights.ops.linear_attention import linear_attention, read_memory, write_memory
 from fastweights.ops.state import FastWeightState, State, register_state
 
@@ -103,8 +104,8 @@ class SoftmaxCrossAttention(CrossAttention):
 
 @register_state
 @dataclass(eq=False)
-class MappedState(PaddedState):
-    """phi(k) and v of every token, from which W and z follow: what the way back needs anyway."""
+class RawState(PaddedState):
+    """k and v of every token, from which W and z follow: what the way back needs anyway."""
 
     k: Tensor
     v: Tensor
@@ -113,7 +114,7 @@ class MappedState(PaddedState):
 class FastWeightCrossAttention(CrossAttention):
     """Linear attention, Eq. 14 with the sums over a whole sequence: its memory is W and z, of one size for any length.
 
-    In training mode a memory is read once, and `linear_attention` finds the cheaper way: it is kept as phi(k) and v.
+    In training mode a memory is read once, and `linear_attention` finds the cheaper way: it is kept as k and v.
 
     Equivalent to, for each head,
 
@@ -134,24 +135,22 @@ class FastWeightCrossAttention(CrossAttention):
         super().__init__(d_model, n_heads, d_head)
         self.feature_map = feature_maps.feature_map(feature_map, self.d_head, **(feature_map_options or {}))
 
+    @property
+    def features(self) -> MapFeatures:
+        """What raw heads go through; whether inside of kernels is theirs to say."""
+        return MapFeatures(self.feature_map)
+
     def _write(self, k: Tensor, v: Tensor, mask: Tensor | None) -> State:
-        # Random features are drawn here and stay: a memory can only be read with those it was written with.
-        k = self._heads_first(self.feature_map, k).to(v.dtype)
-        return MappedState(k, v, mask=mask) if self.training else write_memory(k, v, mask)
+        if self.feature_map.training:
+            # Random features are drawn here and stay: a memory can only be read with those it was written with.
+            self.feature_map.redraw()
+        return RawState(k, v, mask=mask) if self.training else write_memory(k, v, mask, features=self.features)
 
     def _read(self, q: Tensor, memory: Any) -> Tensor:
-        if not isinstance(memory, FastWeightState | MappedState):
-            raise TypeError(f"the memory must be a FastWeightState or a MappedState, got {type(memory).__name__}")
-        q = self._heads_first(self.feature_map.scaled, q).to(q.dtype)
-        if isinstance(memory, MappedState):
+        if not isinstance(memory, FastWeightState | RawState):
+            raise TypeError(f"the memory must be a FastWeightState or a RawState, got {type(memory).__name__}")
+        if isinstance(memory, RawState):
             # Written under autocast, it may be read without.
-            return linear_attention(q, memory.k.to(q.dtype), memory.v.to(q.dtype), memory.mask)
-        return read_memory(q, memory)
-
-    @staticmethod
-    def _heads_first(phi: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Compute phi(x), (B, S, H, D), with the tokens of a head one after another in memory, as products want them.
-
-        x has a few times fewer numbers than phi(x), and is moved instead of it.
-        """
-        return phi(x.transpose(1, 2).contiguous()).transpose(1, 2)
+            k, v = memory.k.to(q.dtype), memory.v.to(q.dtype)
+            return linear_attention(q, k, v, memory.mask, features=self.features)
+        return read_memory(q, memory, features=self.features)

@@ -102,9 +102,17 @@ class Features(NamedTuple):
         x = sum_normalize(x) if self.sum else smooth_l2_normalize(x) if self.l2 else x
         return x.to(dtype)
 
+    def queries(self, q: Tensor, divided: bool) -> Tensor:
+        """Map queries."""
+        return _scaled(self.of(q), self.scale)
+
+    def keys(self, k: Tensor) -> Tensor:
+        """Map keys."""
+        return self.of(k)
+
     def apply(self, q: Tensor, k: Tensor, divided: bool) -> tuple[Tensor, Tensor]:
-        """Map queries and keys."""
-        return _scaled(self.of(q), self.scale), self.of(k)
+        """Map both."""
+        return self.queries(q, divided), self.keys(k)
 
     def gate(self, x: Tensor) -> Tensor:
         """Return the gate that x is, or whose logit it is, in at least float32: 16 bits have no room next to 1."""
@@ -158,16 +166,26 @@ class MapFeatures:
         """Return D, the size of phi."""
         return self.phi.dim
 
-    def apply(self, q: Tensor, k: Tensor, divided: bool) -> tuple[Tensor, Tensor]:
-        """Map queries and keys; `divided` says that queries' reads are divided by phi(q)·z, so that scale is free."""
+    def queries(self, q: Tensor, divided: bool) -> Tensor:
+        """Map queries; `divided` says that their reads are divided by phi(q)·z, so that scale is free."""
         if self.normalize is not None:
-            # The smooth norm alone can tell how long phi is.
-            phi = self._wide_map if self.normalize is smooth_l2_normalize else self.phi.scaled
-            return _scaled(self.normalize(phi(q)), self.scale), self.normalize(phi(k))
-        return _scaled(self.phi.scaled(q) if divided else self.phi.map(q), self.scale), self.phi.map(k)
+            return _scaled(self._normalized(q), self.scale)
+        return _scaled(self.phi.scaled(q) if divided else self.phi.map(q), self.scale)
 
-    def _wide_map(self, x: Tensor) -> Tensor:
-        return self.phi.map(x.to(torch.promote_types(x.dtype, torch.float32)))
+    def keys(self, k: Tensor) -> Tensor:
+        """Map keys."""
+        return self.phi.map(k) if self.normalize is None else self._normalized(k)
+
+    def apply(self, q: Tensor, k: Tensor, divided: bool) -> tuple[Tensor, Tensor]:
+        """Map both."""
+        return self.queries(q, divided), self.keys(k)
+
+    def _normalized(self, x: Tensor) -> Tensor:
+        assert self.normalize is not None
+        if self.normalize is smooth_l2_normalize:
+            # The smooth norm alone can tell how long phi is.
+            return self.normalize(self.phi.map(x.to(torch.promote_types(x.dtype, torch.float32))))
+        return self.normalize(self.phi.scaled(x))
 
     def gate(self, x: Tensor) -> Tensor:
         """Return the gate that x is, or whose logit it is, in at least float32."""

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fastweights.common.tables import look_up
+from fastweights.ops.eager import is_eager, wants_gradients
+from fastweights.ops.features import PLAIN, Features, MapFeatures
+from fastweights.ops.fused.function import FusedFunction, Kernels
+from fastweights.ops.gpu.linear_attention import launch
+from fastweights.ops.gpu.linear_attention.operators import attention, eager_backward, eager_forward
+from fastweights.ops.gpu.linear_attention.self_check import refuses, refuses_reading, refuses_writing, why_unfused
 from fastweights.ops.normalization import safe_divide
 from fastweights.ops.state import FastWeightState
 
@@ -15,7 +24,13 @@ _FEW = 32
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, normalization: str | None = "attention"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    normalization: str | None = "attention",
+    features: Features | MapFeatures = PLAIN,
 ) -> Tensor:
     """Every query reads the memory of all keys and values: Eq. 14 with the sums over the whole sequence.
 
@@ -24,7 +39,8 @@ def linear_attention(
         weights = einsum("bihd, bjhd -> bhij", q, k)
         y = einsum("bhij, bjhm -> bihm", weights / weights.sum(-1, keepdim=True), v)
 
-    in whichever order takes fewer products: (q k) v for few keys, q (k v), which is O(T), for many.
+    in whichever order takes fewer products: (q k) v for few keys, q (k v), which is O(T), for many. On a GPU it is one
+    launch up to 512 tokens, with feature map, mask and division inside.
 
     Args:
         q: queries (B, T, H, D), already mapped by phi.
@@ -32,25 +48,69 @@ def linear_attention(
         v: values (B, S, H, M).
         mask: (B, S), False for keys that are padding.
         normalization: "attention", or None for the plain sum over v ⊗ k.
+        features: what q and k still have to go through, as in `fast_weight_memory`: with `Features.named("elu")` they
+            come as raw heads.
 
     Returns:
         y (B, T, H, M), 0 where no key is left or none has anything in common with the query.
     """
     _check(q, k, v, mask)
     look_up(NORMALIZATIONS, str(normalization), "normalization")
+    normalized = normalization == "attention"
+    with torch.autocast(q.device.type, enabled=False):
+        if why_unfused(features.description, q.shape[3]) is not None:
+            q, k = _queries(q, features, normalized), _keys(k, mask, features)
+            features = PLAIN
+        if torch.compiler.is_compiling() and _refuses((q, k, v, mask), (features, normalized)) is None:
+            phi = features.description
+            return attention(q, k, v, mask, phi.map, phi.nu, normalized)[0]
+        return _FUSED((q, k, v, mask), features, normalized)[0]
+
+
+def _refuses(tensors: Sequence[Any], settings: Sequence[Any]) -> str | None:
+    (q, k, v, mask), (features, normalized) = tensors, settings
+    return refuses(q, k, v, mask, features.description, normalized)
+
+
+def _queries(q: Tensor, features: Features | MapFeatures, divided: bool) -> Tensor:
+    """Map queries (B, T, H, R): (B, T, H, D)."""
+    return _heads_first(lambda x: features.queries(x, divided), q, features)
+
+
+def _keys(k: Tensor, mask: Tensor | None, features: Features | MapFeatures) -> Tensor:
+    """Map keys (B, S, H, R): (B, S, H, D), whatever padding is."""
+    if mask is not None and features != PLAIN:
+        # A map of NaN has no gradient of 0.
+        k = k.masked_fill(~mask[..., None, None], 0)
+    return _heads_first(features.keys, k, features)
+
+
+def _heads_first(phi: Callable[[Tensor], Tensor], x: Tensor, features: Features | MapFeatures) -> Tensor:
+    """Compute phi(x) with the tokens of a head one after another in memory, as products want them.
+
+    x has a few times fewer numbers than phi(x), and is moved instead of it.
+    """
+    return x if features == PLAIN else phi(x.transpose(1, 2).contiguous()).transpose(1, 2).to(x.dtype)
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, features: Features | MapFeatures, normalized: bool
+) -> tuple[Tensor]:
+    """Compute y in plain PyTorch."""
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
+        q, k = _queries(q, features, normalized), _keys(k, mask, features)
         if mask is not None:
             k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (k, v))
         # Sums of products, not divided yet, may be more than float16 holds; for a few keys wide products cost nothing.
         exact = dtype == torch.float16 or k.shape[1] <= _FEW
         Q, K, V = (x.to(wide if exact else dtype).transpose(1, 2) for x in (q, k, v))
-        if normalization != "attention":
-            return _product(Q, K, V).transpose(1, 2).to(dtype)
+        if not normalized:
+            return (_product(Q, K, V).transpose(1, 2).to(dtype),)
         # The sums of the weights, from wide numbers: what is rounded here is rounded for all keys alike.
         total = Q.to(wide) @ K.sum(-2, dtype=wide).unsqueeze(-1)
         if V.element_size() > 2:
-            return safe_divide(_product(Q, K, V), total).transpose(1, 2).to(dtype)
+            return (safe_divide(_product(Q, K, V), total).transpose(1, 2).to(dtype),)
         # The gradient of a query is the difference of W g and z (g·y), and 16 bits of each leave little of it where
         # values are nearly the same. As weights sum to 1, what is left out is added again to y, and no gradient goes
         # through it. Wider products keep enough, and the digits of small values beside a large one.
@@ -58,7 +118,10 @@ def linear_attention(
         # As `safe_divide` has it, in fewer steps.
         empty = total.abs() < torch.finfo(wide).tiny ** 0.5
         y = _product(Q, K, rest) / total.masked_fill(empty, torch.inf) + common
-        return y.masked_fill(empty, 0).transpose(1, 2).to(dtype)
+        return (y.masked_fill(empty, 0).transpose(1, 2).to(dtype),)
+
+
+_FUSED = FusedFunction(_plain, Kernels(eager_forward, eager_backward, _refuses), outputs=1)
 
 
 def _without_mean(V: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -85,7 +148,12 @@ def _product(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
 
 
 def write_memory(
-    k: Tensor, v: Tensor, mask: Tensor | None = None, *, normalization: str | None = "attention"
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    normalization: str | None = "attention",
+    features: Features | MapFeatures = PLAIN,
 ) -> FastWeightState:
     """The memory of all keys (B, S, H, D), mapped by phi, and values (B, S, H, M) at once: Eqs. 17-18 after S steps.
 
@@ -95,24 +163,42 @@ def write_memory(
 
     in float32 at least: the gradient of a query is the difference of W g and z (g·y), which are nearly the same where
     values have much in common, and 16 bits of each leave nothing of it. A sentence is written once; `read_memory` then
-    costs the same however long it was.
+    costs the same however long it was. `features` as in `linear_attention`.
     """
     look_up(NORMALIZATIONS, str(normalization), "normalization")
+    normalized = normalization == "attention"
     with torch.autocast(k.device.type, enabled=False):
+        if why_unfused(features.description, k.shape[3]) is not None:
+            k, features = _keys(k, mask, features), PLAIN
+        if is_eager(k, v, mask) and not wants_gradients(k, v):
+            phi, M = features.description, v.shape[3]
+            if refuses_writing(k, v, mask, phi, normalized) is None:
+                W, z = launch.write(launch.Call.of_state(k, M, mask, phi, normalized), k, v, mask)
+                return FastWeightState(W, z if normalized else None)
+        k = _keys(k, mask, features)
         if mask is not None:
             k, v = (x.masked_fill(~mask[..., None, None], 0) for x in (k, v))
         wide = torch.promote_types(k.dtype, torch.float32)
         K, V = (x.to(wide).transpose(1, 2) for x in (k, v))
-        return FastWeightState(K.mT @ V, K.sum(-2) if normalization == "attention" else None)
+        return FastWeightState(K.mT @ V, K.sum(-2) if normalized else None)
 
 
-def read_memory(q: Tensor, state: FastWeightState) -> Tensor:
+def read_memory(q: Tensor, state: FastWeightState, *, features: Features | MapFeatures = PLAIN) -> Tensor:
     """What queries (B, T, H, D), mapped by phi, find in a memory that they leave as it is: Eq. 19, (B, T, H, M)."""
+    W, z = state.W, state.z
+    normalized = z is not None
     with torch.autocast(q.device.type, enabled=False):
-        Q = q.to(state.W.dtype).transpose(1, 2)
-        y = Q @ state.W
-        if state.z is not None:
-            y = safe_divide(y, Q @ state.z.unsqueeze(-1))
+        if why_unfused(features.description, q.shape[3]) is not None:
+            q, features = _queries(q, features, normalized), PLAIN
+        if is_eager(q, W, z) and not wants_gradients(q, W, z):
+            phi = features.description
+            if refuses_reading(q, W, z, phi) is None:
+                call = launch.Call.of_state(q, W.shape[3], None, phi, normalized, reads=True)
+                return launch.read(call, q, W, z)
+        Q = _queries(q, features, normalized).to(W.dtype).transpose(1, 2)
+        y = Q @ W
+        if z is not None:
+            y = safe_divide(y, Q @ z.unsqueeze(-1))
         return y.transpose(1, 2).to(q.dtype)
 
 

@@ -1,0 +1,1 @@
+"""Linear attention without a direction of time in fused GPU kernels."""

@@ -1,0 +1,148 @@
+"""May the kernels of linear attention run, and are they right on this GPU?"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastweights.ops.features import PLAIN, Features
+from fastweights.ops.gpu import device
+from fastweights.ops.gpu.linear_attention import launch
+from fastweights.ops.gpu.linear_attention.launch import Call
+from fastweights.ops.gpu.self_check import Check, relative_errors
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+LARGEST_D, LARGEST_M = 512, 128
+# DPFP takes whole heads at once.
+LARGEST_HEAD_MAPPED = 128
+MAPS = ("none", "elu", "relu", "dpfp")
+
+
+def why_unfused(features: Features, R: int) -> str | None:
+    """Say why the map of heads of size R has to be computed before the kernels run; None where it need not."""
+    if features.map not in MAPS or features.sum or features.l2 or features.scale != 1:
+        return "the kernels of linear attention do not know this feature map or normalisation"
+    if features.nu and R > LARGEST_HEAD_MAPPED:
+        return f"the kernels of linear attention map heads of up to {LARGEST_HEAD_MAPPED} by DPFP, not of {R}"
+    return None
+
+
+def refuses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, features: Features, normalized: bool) -> str | None:
+    """Say why the kernels are not for this call, None if they are."""
+    if reason := device.refuses(q, DTYPES, (torch.float32, torch.float64)) or _too_large(k, v.shape[3], features):
+        return reason
+    (B, T, H, _), S = q.shape, k.shape[1]
+    if 0 in (B, T, H, S, v.shape[3]):
+        return "there is nothing to compute"
+    if B * H * max(T, S) >= 2**31:
+        return f"{B * H} heads of {max(T, S)} tokens are more than can be numbered"
+    if torch.compiler.is_compiling():
+        # There are no numbers to check with; the custom op checks when it first runs.
+        return None
+    return unproven(Call.of(q, k, v, mask, features, normalized), H, q.device)
+
+
+def refuses_writing(k: Tensor, v: Tensor, mask: Tensor | None, features: Features, normalized: bool) -> str | None:
+    """Say why the kernels are not for writing a state with these keys and values."""
+    M = v.shape[3]
+    if reason := device.refuses(k, DTYPES, (torch.float32, torch.float64)) or _too_large(k, M, features):
+        return reason
+    if 0 in (*k.shape, M):
+        return "there is nothing to compute"
+    if k.dtype != v.dtype or k.shape[:3] != v.shape[:3] or k.device != v.device:
+        return "keys and values do not go together"
+    return unproven(Call.of_state(k, M, mask, features, normalized), k.shape[2], k.device)
+
+
+def refuses_reading(q: Tensor, W: Tensor, z: Tensor | None, features: Features) -> str | None:
+    """Say why the kernels are not for reading a state W (B, H, D, M), z (B, H, D) with these queries."""
+    B, _, H, R = q.shape
+    if reason := device.refuses(q, DTYPES, (torch.float32, torch.float64)) or _too_large(q, W.shape[-1], features):
+        return reason
+    if 0 in (*q.shape, *W.shape):
+        return "there is nothing to compute"
+    if W.dtype != torch.promote_types(q.dtype, torch.float32) or W.device != q.device:
+        return f"the kernels read a state of at least float32 on the device of its queries, got {W.dtype} on {W.device}"
+    if W.shape[:3] != (B, H, features.size(R)) or (z is not None and z.shape != W.shape[:3]):
+        return "queries and state do not go together"
+    call = Call.of_state(q, W.shape[3], None, features, z is not None, reads=True)
+    return unproven(call, H, q.device)
+
+
+def unproven(call: Call, H: int, device: torch.device) -> str | None:
+    """Say why the kernels of such a call must not be used."""
+    return check_of(call, H).refusal(device)
+
+
+def _too_large(k: Tensor, M: int, features: Features) -> str | None:
+    if reason := why_unfused(features, k.shape[3]):
+        return reason
+    D = features.size(k.shape[3])
+    if D > LARGEST_D or M > LARGEST_M:
+        limits = f"phi may have up to {LARGEST_D} and values up to {LARGEST_M} features"
+        return f"{limits}, got D = {D} and M = {M}"
+    return None
+
+
+@cache
+def check_of(call: Call, H: int) -> Check:
+    """Return the check of such a call; H heads are what it is run with, and its verdict is for any number."""
+    what = f"{str(call.dtype)[6:]}, {call.features.describe(call.R)}, M = {call.M}, by {call.way}, tiles of {call.C}"
+    how = f"normalized {call.normalized}, masked {call.masked}"
+    return Check(
+        key=f"{what}, {how}",
+        kernels=f"the kernels of linear attention for {what}",
+        instead="plain PyTorch is used instead",
+        # Maps and products are the memory's.
+        source=Path(__file__).parents[1],
+        dtype=call.dtype,
+        compare=lambda device: compare(call, H, device),
+    )
+
+
+def compare(
+    call: Call, H: int, device: torch.device, tokens: tuple[int, int] | None = None, mean: float = 1.0
+) -> dict[str, float]:
+    """Return how far output and gradients are from those in float64, relative to their norms.
+
+    `tokens` are T and S, if not as many as take every path. Values have a mean.
+    """
+    few = call.way == launch.WEIGHTS
+    T, S = tokens or ((call.C - 3, call.C - 1) if few else (9 * call.C - 5, 9 * call.C + 7))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    q, k = (normal(3, n, H, call.R) for n in (T, S))
+    if call.features == PLAIN:
+        q, k = q.abs(), k.abs()
+    q, k, v, dy = (x.to(call.dtype) for x in (q, k, normal(3, S, H, call.M) + mean, normal(3, T, H, call.M)))
+    lengths = torch.tensor([[S], [S // 3], [0]], device=device)
+    mask = torch.arange(S, device=device) < lengths if call.masked else None
+    exact = q_, k_, v_ = tuple(x.double().requires_grad_() for x in (q, k, v))
+    with torch.enable_grad():
+        want = weighted(q_, k_, v_, mask, call.features, call.normalized)
+    if call.way == launch.KEPT:
+        writes = call._replace(C=launch.tile_width(call.dtype, call.features.size(call.R), call.M))
+        W, z = launch.write(writes, k, v, mask)
+        y = launch.read(call._replace(C=launch.QUERIES), q, W, z if call.normalized else None)
+        return relative_errors(("y",), (y,), (want,))
+    y, *kept = launch.forward(call, q, k, v, mask)
+    found = launch.backward(call, dy, q, k, v, mask, *kept)
+    return relative_errors(("y", "q", "k", "v"), (y, *found), (want, *torch.autograd.grad(want, exact, dy.double())))
+
+
+def weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, features: Features, normalized: bool) -> Tensor:
+    """Compute linear attention from all weights."""
+    q, k = features.apply(q, k, normalized)
+    weights = torch.einsum("bthd,bshd->bhts", q, k)
+    if mask is not None:
+        weights = weights * mask[:, None, None]
+    if normalized:
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / total.masked_fill(total == 0, 1)
+    return torch.einsum("bhts,bshm->bthm", weights, v)
