@@ -227,6 +227,7 @@ class FAVOR(FeatureMap):
         self.m = m
         self.dim = 2 * m
         self.orthogonal, self.scale, self.stabilize, self.redraws = orthogonal, scale, stabilize, redraw
+        self.inner = d_key**-0.25 if scale else 1.0
         self.register_buffer("projection", torch.empty(m, d_key))
         self._draw()
 
@@ -250,23 +251,23 @@ class FAVOR(FeatureMap):
             rows = directions * rows.norm(dim=-1, keepdim=True)
         R.copy_(rows)
 
+    @property
+    def kernel(self) -> str | None:  # type: ignore[override]
+        """The map as kernels know it: with a level of keys that does not hang on the draw."""
+        return None if self.stabilize else "favor"
+
+    @property
+    def vectors(self) -> Tensor:
+        """The random vectors for x as it comes, (m, d_key), at least float32; later draws leave them as they are."""
+        R = self.projection
+        return R.to(torch.promote_types(R.dtype, torch.float32)) * self.inner
+
     def map(self, x: Tensor) -> Tensor:
         if self.stabilize:
             return self.scaled(x)
         with torch.autocast(x.device.type, enabled=False):
-            wide, exponent = self._exponent(x)
-            shift = wide.square().sum(-1, keepdim=True) / 2 + math.log(2 * self.m) / 2
-            return (exponent - shift).exp().to(x.dtype)
+            return features.favor(x, self.vectors, self.inner)
 
     def scaled(self, x: Tensor) -> Tensor:
-        """phi(x) over its largest entry. Where q and k both lie along a long row of R, phi(q)·phi(k) may overflow."""
         with torch.autocast(x.device.type, enabled=False):
-            exponent = self._exponent(x)[1]
-            return (exponent - exponent.detach().amax(-1, keepdim=True)).exp().to(x.dtype)
-
-    def _exponent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x, scaled, and [R x; -R x], in float32 at least."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * self.d_key**-0.25 if self.scale else wide
-        product = wide @ self.projection.to(wide.dtype).mT
-        return wide, torch.cat([product, -product], -1)
+            return features.favor_scaled(x, self.vectors)

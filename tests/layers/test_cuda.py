@@ -183,6 +183,7 @@ def test_linear_attention_of_16_bits(D, T, S, mean):
 
 ELU, DPFP = Features.named("elu"), Features.named("dpfp", 2)
 HEADS = [(64, 64, ELU), (64, 64, DPFP), (64, 64, Features.named("dpfp", 3)), (16, 24, ELU), (512, 128, PLAIN)]
+HEADS += [(64, 64, Features("favor", m=m, inner=64**-0.25)) for m in (128, 256)]
 
 
 @pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)

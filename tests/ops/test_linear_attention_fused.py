@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 
 CPU = torch.device("cpu")
 ELU, RELU = Features.named("elu"), Features.named("relu")
+FAVOR = Features("favor", m=9, inner=0.5)
 DPFP1, DPFP2, DPFP3 = (Features.named("dpfp", nu) for nu in (1, 2, 3))
 
 
@@ -38,13 +39,17 @@ def call_of(way, dtype, R, M, features, normalized=True, masked=True, C=0):
         ((13, 2), call_of(WEIGHTS, torch.float64, 10, 3, DPFP2, masked=False, C=16)),
         ((31, 30), call_of(WEIGHTS, torch.float32, 16, 16, DPFP3)),
         ((5, 9), call_of(WEIGHTS, torch.float64, 16, 16, PLAIN, normalized=False, C=16)),
+        ((15, 7), call_of(WEIGHTS, torch.float64, 10, 16, FAVOR, C=16)),
         ((57, 57), call_of(ONE_LAUNCH, torch.float64, 16, 16, ELU)),
         ((5, 130), call_of(ONE_LAUNCH, torch.float64, 10, 20, DPFP2)),
         ((40, 3), call_of(ONE_LAUNCH, torch.float32, 40, 40, PLAIN, masked=False)),
         ((5, 37), call_of(ONE_LAUNCH, torch.float64, 10, 5, RELU, normalized=False)),
+        ((33, 40), call_of(ONE_LAUNCH, torch.float64, 10, 5, FAVOR)),
         ((5, 300), call_of(PARTS, torch.float64, 20, 16, ELU)),
         ((290, 33), call_of(PARTS, torch.float64, 12, 3, DPFP2, masked=False)),
         ((5, 40), call_of(PARTS, torch.float32, 10, 5, PLAIN, normalized=False)),
+        ((34, 7), call_of(PARTS, torch.float32, 10, 5, FAVOR._replace(m=20))),
+        ((3, 40), call_of(KEPT, torch.float64, 10, 5, FAVOR)),
         ((5, 37), call_of(KEPT, torch.float64, 10, 5, DPFP2)),
         ((3, 300), call_of(KEPT, torch.float32, 40, 40, ELU)),
         ((17, 2), call_of(KEPT, torch.float64, 10, 5, PLAIN, normalized=False, masked=False)),
@@ -121,7 +126,7 @@ def test_as_a_custom_op_and_compiled():
     for S in (3, 40):
         q, k, v, mask = (x[:1] for x in heads(2, S))
         inputs = [x.contiguous().requires_grad_() for x in (q, k, v)]
-        torch.library.opcheck(attention, (*inputs, mask, "elu", 0, True))
+        torch.library.opcheck(attention, (*inputs, mask, None, "elu", 0, 0, 1.0, True))
         run = partial(fw.linear_attention, mask=mask, features=MapFeatures(feature_map("elu", 4)))
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
         ours, theirs = (torch.autograd.grad(f(*inputs).square().sum(), inputs) for f in (compiled, run))
@@ -149,12 +154,16 @@ def test_a_state_is_written_once_and_read_by_beams(monkeypatch, normalization):
 
 
 @inside
-@pytest.mark.parametrize("phi", ["elu", "favor"])
+@pytest.mark.parametrize("phi", ["elu", "favor", "tanh"])
 def test_the_layer_takes_them(phi):
     """A map that kernels do not know is computed before them."""
     layer = FastWeightReading(6, 2, feature_map=phi).double()
     layer.feature_map.redraws = False
-    x, sentence = (torch.randn(2, n, 6, dtype=torch.float64, requires_grad=True) for n in (4, 5))
+    if phi == "tanh":
+        # Signed weights may add up to next to nothing.
+        layer.query.weight.data.abs_()
+        layer.key_value.weight.data.abs_()
+    x, sentence = (torch.rand(2, n, 6, dtype=torch.float64, requires_grad=True) for n in (4, 5))
     mask = torch.arange(5) < torch.tensor([[5], [2]])
     y = layer(x, layer.remember(sentence, mask))
     q = layer.query(x).unflatten(-1, (2, 3))
@@ -177,10 +186,11 @@ def test_refusals(monkeypatch):
         q.half(), q.half(), q.half(), None, ELU, True
     )
     assert "nothing to compute" in refuses(q[:, :0], q, q, None, ELU, True)
-    assert "do not know this feature map" in why_unfused(Features("other"), 64)
-    assert "do not know this feature map" in why_unfused(Features.named("elu", sum=True), 64)
-    assert "heads of up to 128 by DPFP, not of 129" in why_unfused(DPFP1, 129)
-    assert why_unfused(Features.named("elu"), 512) is None
+    assert "do not know this feature map" in why_unfused(Features("other"), 64, True)
+    assert "do not know this feature map" in why_unfused(Features.named("elu", sum=True), 64, True)
+    assert "heads of up to 128 by dpfp, not of 129" in why_unfused(DPFP1, 129, True)
+    assert why_unfused(Features.named("elu"), 512, True) is None
+    assert "so that it cannot overflow" in why_unfused(FAVOR, 64, False)
 
 
 def test_parts_cover_all_tokens():
@@ -199,11 +209,12 @@ def launches(monkeypatch, call, H=8):
     q, k = (torch.empty(4, 4096, H, call.R, dtype=call.dtype, device="meta") for _ in range(2))
     v = torch.empty(4, 4096, H, call.M, dtype=call.dtype, device="meta")
     mask = torch.empty(4, 4096, dtype=torch.bool, device="meta") if call.masked else None
-    y, *kept = launch.forward(call, q, k, v, mask)
-    launch.backward(call, y, q, k, v, mask, *kept)
+    vectors = torch.empty(call.features.m, call.R, device="meta") if call.features.m else None
+    y, *kept = launch.forward(call, q, k, v, mask, vectors)
+    launch.backward(call, y, q, k, v, mask, vectors, *kept)
     if call.way == PARTS:
-        W, z = launch.write(call, k, v, mask)
-        launch.read(call._replace(C=launch.QUERIES), q, W, z)
+        W, z = launch.write(call, k, v, mask, vectors)
+        launch.read(call._replace(C=launch.QUERIES), q, vectors, W, z)
     return calls + few
 
 
@@ -225,8 +236,11 @@ def test_compiles_for_hopper(monkeypatch, call):
 @pytest.mark.parametrize("way", [WEIGHTS, ONE_LAUNCH, PARTS])
 @pytest.mark.parametrize(
     ("R", "M", "features"),
-    [(64, 64, ELU), (16, 16, ELU), (64, 64, DPFP2), (128, 128, DPFP2), (512, 128, PLAIN)],
-    ids=["elu-64", "elu-16", "dpfp-256", "dpfp-512", "none-512"],
+    [
+        *((64, 64, ELU), (16, 16, ELU), (64, 64, DPFP2), (128, 128, DPFP2), (512, 128, PLAIN)),
+        (64, 64, Features("favor", m=256, inner=0.35)),
+    ],
+    ids=["elu-64", "elu-16", "dpfp-256", "dpfp-512", "none-512", "favor-512"],
 )
 def test_compiles_for_every_architecture(monkeypatch, way, R, M, features, dtype, capability):
     calls = launches(monkeypatch, call_of(way, dtype, R, M, features))

@@ -6,9 +6,10 @@ backend's business, which decides by `Features`, the description that kernels un
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +41,24 @@ def dpfp(x: Tensor, nu: int) -> Tensor:
     return torch.cat([r * r.roll(j, -1) for j in range(1, nu + 1)], -1)
 
 
+def favor(x: Tensor, vectors: Tensor, inner: float) -> Tensor:
+    """Compute exp(r·x - |inner x|²/2) and exp(-r·x - |inner x|²/2) over sqrt(2 m) for the m rows r of `vectors`."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    level = wide.square().sum(-1, keepdim=True) * (inner**2 / 2) + math.log(2 * len(vectors)) / 2
+    return (_exponents(wide, vectors) - level).exp().to(x.dtype)
+
+
+def favor_scaled(x: Tensor, vectors: Tensor) -> Tensor:
+    """Compute the same over its largest entry. Where q and k both lie along a long r, phi(q)·phi(k) may overflow."""
+    exponents = _exponents(x.to(torch.promote_types(x.dtype, torch.float32)), vectors)
+    return (exponents - exponents.detach().amax(-1, keepdim=True)).exp().to(x.dtype)
+
+
+def _exponents(wide: Tensor, vectors: Tensor) -> Tensor:
+    product = wide @ vectors.to(wide.dtype).mT
+    return torch.cat([product, -product], -1)
+
+
 MAPS: dict[str, Callable[..., Tensor]] = {"none": lambda x: x, "elu": elu, "relu": relu, "silu": silu, "dpfp": dpfp}
 
 
@@ -47,7 +66,8 @@ class Features(NamedTuple):
     """A map by its name in `MAPS` with its `nu`; how phi is normalised; whether gates are logits.
 
     With `sum` phi is divided by its sum, with `l2` by sqrt(|phi|² + 1e-6). Queries are then multiplied by `scale`. The
-    map is called "other" where it is one that no kernel knows, and only a `MapFeatures` can compute it.
+    map is called "other" where it is one that no kernel knows, and only a `MapFeatures` can compute it. So does it for
+    "favor", with m random vectors for heads times `inner`, which some kernels compute if they are given the vectors.
     """
 
     map: str = "none"
@@ -56,6 +76,8 @@ class Features(NamedTuple):
     logits: bool = False
     l2: bool = False
     scale: float = 1.0
+    m: int = 0
+    inner: float = 1.0
 
     @classmethod
     def named(
@@ -81,13 +103,13 @@ class Features(NamedTuple):
 
     def size(self, d: int) -> int:
         """Return D, the size of phi of a head of size d."""
-        return 2 * d * self.nu if self.nu else d
+        return 2 * self.m or 2 * d * self.nu or d
 
     def describe(self, d: int) -> str:
         """Say it in words, for heads of size d."""
         if self == PLAIN:
             return f"D = {d}"
-        name = self.map + (f"-{self.nu}" if self.nu else "")
+        name = self.map + (f"-{self.nu or self.m}" if self.nu or self.m else "")
         how = {"sum normalised": self.sum, "L2 normalised": self.l2, "logits": self.logits}
         how[f"queries scaled by {self.scale:g}"] = self.scale != 1
         return ", ".join([f"d = {d} through {name}", *(words for words, holds in how.items() if holds)])
@@ -130,7 +152,8 @@ def _scaled(q: Tensor, scale: float) -> Tensor:
 class Map(Protocol):
     """What `MapFeatures` ask of a feature map; `fastweights.FeatureMap` has it.
 
-    `kernel` is the map's name in `MAPS`, None for a map that no kernel knows; `nu` is there for "dpfp" alone.
+    `kernel` is the map's name in `MAPS` or "favor", None for a map that no kernel knows; `nu` is there for "dpfp"
+    alone, `m`, `inner` and `vectors` for "favor".
     """
 
     kernel: ClassVar[str | None]
@@ -143,6 +166,22 @@ class Map(Protocol):
     def scaled(self, x: Tensor) -> Tensor:
         """Compute phi(x) times some positive number of each token."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class RandomFeatures:
+    """What FAVOR+ makes of queries and keys with `vectors` that are drawn, times `inner` (m, R)."""
+
+    vectors: Tensor
+    inner: float
+
+    def queries(self, q: Tensor, divided: bool) -> Tensor:
+        """Map queries, as `MapFeatures` does."""
+        return favor_scaled(q, self.vectors) if divided else favor(q, self.vectors, self.inner)
+
+    def keys(self, k: Tensor) -> Tensor:
+        """Map keys."""
+        return favor(k, self.vectors, self.inner)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +199,9 @@ class MapFeatures:
         sums, l2 = self.normalize is sum_normalize, self.normalize is smooth_l2_normalize
         if self.phi.kernel is None or not (sums or l2 or self.normalize is None):
             return Features("other", logits=self.logits)
-        return Features(self.phi.kernel, getattr(self.phi, "nu", 0), sums, self.logits, l2, self.scale)
+        phi: Any = self.phi
+        nu, m, inner = getattr(phi, "nu", 0), getattr(phi, "m", 0), getattr(phi, "inner", 1.0)
+        return Features(phi.kernel, nu, sums, self.logits, l2, self.scale, m, inner)
 
     def size(self, d: int) -> int:
         """Return D, the size of phi."""

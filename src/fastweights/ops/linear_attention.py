@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastweights.common.tables import look_up
 from fastweights.ops.eager import is_eager, wants_gradients
-from fastweights.ops.features import PLAIN, Features, MapFeatures
+from fastweights.ops.features import PLAIN, Features, MapFeatures, RandomFeatures
 from fastweights.ops.fused.function import FusedFunction, Kernels
 from fastweights.ops.gpu.linear_attention import launch
 from fastweights.ops.gpu.linear_attention.operators import attention, eager_backward, eager_forward
@@ -19,6 +19,7 @@ from fastweights.ops.normalization import safe_divide
 from fastweights.ops.state import FastWeightState
 
 NORMALIZATIONS = {"attention": None, "None": None}
+AnyFeatures = Features | MapFeatures | RandomFeatures
 # The most keys that are multiplied in float32 at least.
 _FEW = 32
 
@@ -58,26 +59,35 @@ def linear_attention(
     look_up(NORMALIZATIONS, str(normalization), "normalization")
     normalized = normalization == "attention"
     with torch.autocast(q.device.type, enabled=False):
-        if why_unfused(features.description, q.shape[3]) is not None:
+        if why_unfused(features.description, q.shape[3], normalized) is not None:
             q, k = _queries(q, features, normalized), _keys(k, mask, features)
             features = PLAIN
-        if torch.compiler.is_compiling() and _refuses((q, k, v, mask), (features, normalized)) is None:
-            phi = features.description
-            return attention(q, k, v, mask, phi.map, phi.nu, normalized)[0]
-        return _FUSED((q, k, v, mask), features, normalized)[0]
+        phi, tensors = features.description, (q, k, v, mask, _vectors(features))
+        if torch.compiler.is_compiling() and _refuses(tensors, (features, normalized)) is None:
+            return attention(*tensors, phi.map, phi.nu, phi.m, phi.inner, normalized)[0]
+        return _FUSED(tensors, features, normalized)[0]
 
 
 def _refuses(tensors: Sequence[Any], settings: Sequence[Any]) -> str | None:
-    (q, k, v, mask), (features, normalized) = tensors, settings
+    (q, k, v, mask, _), (features, normalized) = tensors, settings
     return refuses(q, k, v, mask, features.description, normalized)
 
 
-def _queries(q: Tensor, features: Features | MapFeatures, divided: bool) -> Tensor:
+def _vectors(features: Features | MapFeatures) -> Tensor | None:
+    """Return the vectors of FAVOR+ as they are now, None for other maps."""
+    if not isinstance(features, MapFeatures) or not features.description.m:
+        return None
+    phi: Any = features.phi
+    vectors: Tensor = phi.vectors
+    return vectors
+
+
+def _queries(q: Tensor, features: AnyFeatures, divided: bool) -> Tensor:
     """Map queries (B, T, H, R): (B, T, H, D)."""
     return _heads_first(lambda x: features.queries(x, divided), q, features)
 
 
-def _keys(k: Tensor, mask: Tensor | None, features: Features | MapFeatures) -> Tensor:
+def _keys(k: Tensor, mask: Tensor | None, features: AnyFeatures) -> Tensor:
     """Map keys (B, S, H, R): (B, S, H, D), whatever padding is."""
     if mask is not None and features != PLAIN:
         # A map of NaN has no gradient of 0.
@@ -85,7 +95,7 @@ def _keys(k: Tensor, mask: Tensor | None, features: Features | MapFeatures) -> T
     return _heads_first(features.keys, k, features)
 
 
-def _heads_first(phi: Callable[[Tensor], Tensor], x: Tensor, features: Features | MapFeatures) -> Tensor:
+def _heads_first(phi: Callable[[Tensor], Tensor], x: Tensor, features: AnyFeatures) -> Tensor:
     """Compute phi(x) with the tokens of a head one after another in memory, as products want them.
 
     x has a few times fewer numbers than phi(x), and is moved instead of it.
@@ -94,9 +104,17 @@ def _heads_first(phi: Callable[[Tensor], Tensor], x: Tensor, features: Features 
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, features: Features | MapFeatures, normalized: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    vectors: Tensor | None,
+    given: Features | MapFeatures,
+    normalized: bool,
 ) -> tuple[Tensor]:
     """Compute y in plain PyTorch."""
+    # Other vectors may have been drawn since.
+    features = given if vectors is None else RandomFeatures(vectors, given.description.inner)
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         q, k = _queries(q, features, normalized), _keys(k, mask, features)
@@ -168,12 +186,12 @@ def write_memory(
     look_up(NORMALIZATIONS, str(normalization), "normalization")
     normalized = normalization == "attention"
     with torch.autocast(k.device.type, enabled=False):
-        if why_unfused(features.description, k.shape[3]) is not None:
+        if why_unfused(features.description, k.shape[3], normalized) is not None:
             k, features = _keys(k, mask, features), PLAIN
         if is_eager(k, v, mask) and not wants_gradients(k, v):
             phi, M = features.description, v.shape[3]
             if refuses_writing(k, v, mask, phi, normalized) is None:
-                W, z = launch.write(launch.Call.of_state(k, M, mask, phi, normalized), k, v, mask)
+                W, z = launch.write(launch.Call.of_state(k, M, mask, phi, normalized), k, v, mask, _vectors(features))
                 return FastWeightState(W, z if normalized else None)
         k = _keys(k, mask, features)
         if mask is not None:
@@ -188,13 +206,13 @@ def read_memory(q: Tensor, state: FastWeightState, *, features: Features | MapFe
     W, z = state.W, state.z
     normalized = z is not None
     with torch.autocast(q.device.type, enabled=False):
-        if why_unfused(features.description, q.shape[3]) is not None:
+        if why_unfused(features.description, q.shape[3], normalized) is not None:
             q, features = _queries(q, features, normalized), PLAIN
         if is_eager(q, W, z) and not wants_gradients(q, W, z):
             phi = features.description
             if refuses_reading(q, W, z, phi) is None:
                 call = launch.Call.of_state(q, W.shape[3], None, phi, normalized, reads=True)
-                return launch.read(call, q, W, z)
+                return launch.read(call, q, _vectors(features), W, z)
         Q = _queries(q, features, normalized).to(W.dtype).transpose(1, 2)
         y = Q @ W
         if z is not None:

@@ -5,6 +5,7 @@ B sequences of T queries and S keys, H heads of R entries before the map and D a
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -72,6 +73,8 @@ PRODUCTS = {
     # The interpreter only.
     torch.float64: Products("float64", torch.float64, "ieee"),
 }
+# Maps of which every feature hangs on a whole head, or on any entry of it.
+WHOLE = ("dpfp", "favor")
 # Warps of a program by the tokens of its tiles, and how far its loads run ahead, less one.
 WARPS, STAGES = {16: 2, 32: 4, 64: 4}, 2
 
@@ -97,12 +100,13 @@ def options(call: Call, H: int, **changes: Any) -> Any:
     from fastweights.ops.gpu.linear_attention.heads import Options
 
     D, products = call.features.size(call.R), PRODUCTS[call.dtype]
-    width = tile_width(call.dtype, D, call.M)
+    width, whole, m = tile_width(call.dtype, D, call.M), call.features.map in WHOLE, call.features.m
     known = {
         "C": call.C,
         "block_D": width,
         "block_M": max(width, power_of_two(call.M)),
-        "block_R": power_of_two(call.R) if call.features.nu else width,
+        "block_R": power_of_two(call.R) if whole else width,
+        "whole": whole,
         "operand": getattr(tl, products.operand),
         "acc": tl.float64 if call.dtype == torch.float64 else tl.float32,
         "precision": products.precision,
@@ -112,6 +116,8 @@ def options(call: Call, H: int, **changes: Any) -> Any:
         "both_ways": WARPS[call.C] < 4,
     }
     kind = {"map": call.features.map, "normalized": call.normalized, "masked": call.masked}
+    if m:
+        kind |= {"vectors": m, "half_square": call.features.inner**2 / 2, "level": math.log(2 * m) / 2}
     return Options(H=H, R=call.R, D=D, M=call.M, **{**kind, **known, **changes})
 
 
@@ -164,65 +170,80 @@ def run(kernel: Any, grid: int, tensors: tuple[Tensor, ...], integers: tuple[int
     launch(tensors, *integers)
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
-    """Compute y (B, T, H, M), and `Kept` for the gradients."""
+def forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, vectors: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Compute y (B, T, H, M), and `Kept` for the gradients; `vectors` (m, R) are those of FAVOR+."""
     from fastweights.ops.gpu.linear_attention import states, weights
 
     q, k, v = map(addressable, (q, k, v))
-    mask = _bytes(mask, q)
+    mask, vectors = _bytes(mask, q), _wide(vectors, q)
     (B, T, H, _), S = q.shape, k.shape[1]
     y, kept = q.new_empty(B, T, H, call.M), empty_memory(call.way, q, call.M, call.features)
     strides, o = strides_of(q, k, v), options(call, H, centred=call.normalized)
     with use_device_of(q):
         if call.way == WEIGHTS:
-            run(weights.weigh, B * H, (q, k, v, mask, y), (T, S), strides, o)
+            run(weights.weigh, B * H, (q, k, v, mask, vectors, y), (T, S), strides, o)
         elif call.way == ONE_LAUNCH:
-            run(states.attend, B * H, (q, k, v, mask, *kept, y), (T, S), strides, o)
+            run(states.attend, B * H, (q, k, v, mask, vectors, *kept, y), (T, S), strides, o)
         else:
             blocks = -(-o.D // o.block_D)
             count, tokens = parts_of(B * H, blocks, S, o.C)
             parts = _parts(count, kept)
             sizes = (S, B * H, tokens, count)
-            run(states.write_keys, B * H * count * blocks, (k, v, mask, *parts), sizes, strides_of(k, v), o)
+            run(states.write_keys, B * H * count * blocks, (k, v, mask, vectors, *parts), sizes, strides_of(k, v), o)
             _join(parts, kept, o)
-            run(states.read, B * H * -(-T // o.C), (q, *kept, y), (T,), strides_of(q), o)
+            run(states.read, B * H * -(-T // o.C), (q, vectors, *kept, y), (T,), strides_of(q), o)
     return y, *kept
 
 
 def backward(
-    call: Call, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, W: Tensor, z: Tensor, c: Tensor
+    call: Call,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    vectors: Tensor | None,
+    W: Tensor,
+    z: Tensor,
+    c: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v under dy (B, T, H, M) from what the forward pass kept."""
     from fastweights.ops.gpu.linear_attention import states, weights
 
     q, k, v, dy = map(addressable, (q, k, v, dy))
-    mask = _bytes(mask, q)
+    mask, vectors = _bytes(mask, q), _wide(vectors, q)
     (B, T, H, _), S = q.shape, k.shape[1]
     grads = dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     kept, o = Kept(W, z, c), options(call, H)
     with use_device_of(q):
         if call.way == WEIGHTS:
-            run(weights.weigh_gradients, B * H, (q, k, v, mask, dy, *grads), (T, S), strides_of(q, k, v, dy), o)
+            run(
+                weights.weigh_gradients, B * H, (q, k, v, mask, vectors, dy, *grads), (T, S), strides_of(q, k, v, dy), o
+            )
             return grads
         scale, along = (z.new_empty((B, H, T) if call.normalized else (0,)) for _ in range(2))
         dW, dz = torch.empty_like(W), torch.empty_like(z)
         if call.way == ONE_LAUNCH:
-            tensors = (q, k, v, mask, *kept, dy, *grads, scale, along, dW, dz)
+            tensors = (q, k, v, mask, vectors, *kept, dy, *grads, scale, along, dW, dz)
             run(states.attend_gradients, B * H, tensors, (T, S), strides_of(q, k, v, dy), o)
             return grads
         of_queries, of_keys = strides_of(q, dy), strides_of(k, v)
-        run(states.query_gradients, B * H * -(-T // o.C), (q, dy, W, z, dq, scale, along), (T,), of_queries, o)
+        run(states.query_gradients, B * H * -(-T // o.C), (q, dy, vectors, W, z, dq, scale, along), (T,), of_queries, o)
         blocks = -(-o.D // o.block_D)
         count, tokens = parts_of(B * H, blocks, T, o.C)
         parts = _parts(count, kept)
         sizes = (T, B * H, tokens, count)
-        run(states.write_gradients, B * H * count * blocks, (q, dy, scale, along, *parts), sizes, of_queries, o)
+        run(
+            states.write_gradients, B * H * count * blocks, (q, dy, vectors, scale, along, *parts), sizes, of_queries, o
+        )
         _join(parts, Kept(dW, dz, c), o)
-        run(states.key_gradients, B * H * -(-S // o.C), (k, v, mask, dW, dz, c, dk, dv), (S,), of_keys, o)
+        run(states.key_gradients, B * H * -(-S // o.C), (k, v, mask, vectors, dW, dz, c, dk, dv), (S,), of_keys, o)
     return grads
 
 
-def write(call: Call, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def write(call: Call, k: Tensor, v: Tensor, mask: Tensor | None, vectors: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute the state of keys and values, W (B, H, D, M) and z (B, H, D), at least float32; z empty if unasked."""
     from fastweights.ops.gpu.linear_attention import states
 
@@ -235,12 +256,12 @@ def write(call: Call, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor
     W = k.new_empty(count, B, H, o.D, o.M, dtype=wide)
     z = k.new_empty((count, B, H, o.D) if call.normalized else (count, 0), dtype=wide)
     with use_device_of(k):
-        tensors, sizes = (k, v, _bytes(mask, k), W, z), (S, B * H, tokens, count)
+        tensors, sizes = (k, v, _bytes(mask, k), _wide(vectors, k), W, z), (S, B * H, tokens, count)
         run(states.write_keys, B * H * count * blocks, tensors, sizes, strides_of(k, v), o)
     return (W[0], z[0]) if count == 1 else (W.sum(0), z.sum(0))
 
 
-def read(call: Call, q: Tensor, W: Tensor, z: Tensor | None) -> Tensor:
+def read(call: Call, q: Tensor, vectors: Tensor | None, W: Tensor, z: Tensor | None) -> Tensor:
     """Read a state with queries, (B, T, H, M)."""
     import triton.language as tl
 
@@ -252,10 +273,10 @@ def read(call: Call, q: Tensor, W: Tensor, z: Tensor | None) -> Tensor:
     y = q.new_empty(B, T, H, call.M)
     # The state has more digits than 16-bit queries; few queries take no longer for keeping them.
     exact = {} if call.dtype == torch.float64 else {"operand": tl.float32, "precision": "tf32x3"}
-    width = {"block_D": 32, "block_R": power_of_two(call.R) if call.features.nu else 32}
+    width = {"block_D": 32, "block_R": power_of_two(call.R) if call.features.map in WHOLE else 32}
     o = options(call, H, block_M=power_of_two(call.M), **width, **exact)
     with use_device_of(q):
-        run(states.read, B * H * -(-T // o.C), (q, W, z, z, y), (T,), strides_of(q), o)
+        run(states.read, B * H * -(-T // o.C), (q, _wide(vectors, q), W, z, z, y), (T,), strides_of(q), o)
     return y
 
 
@@ -275,3 +296,8 @@ def _join(parts: tuple[Tensor, Tensor], joined: Kept, o: Any) -> None:
 def _bytes(mask: Tensor | None, q: Tensor) -> Tensor:
     """Return the mask as kernels read it; where there is none, any tensor."""
     return q if mask is None else mask.contiguous().view(torch.uint8)
+
+
+def _wide(vectors: Tensor | None, q: Tensor) -> Tensor:
+    """Return the vectors as kernels read them; where there are none, any tensor."""
+    return q if vectors is None else vectors.to(torch.promote_types(q.dtype, torch.float32)).contiguous()

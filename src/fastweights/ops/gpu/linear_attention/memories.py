@@ -12,6 +12,8 @@ import triton.language as tl
 from fastweights.ops.gpu.linear_attention.heads import (
     add_gradient,
     features,
+    level_of_keys,
+    level_of_queries,
     load_entries,
     load_features,
     present,
@@ -22,7 +24,7 @@ from fastweights.ops.gpu.memory.kernels.tiles import dot, load_columns, load_row
 
 
 @triton.jit
-def memory_of_keys(k, v, mask, head, first, begin, end, S, k_token, v_token, o: tl.constexpr):
+def memory_of_keys(k, v, mask, vectors, head, first, begin, end, S, k_token, v_token, o: tl.constexpr):
     """Sum phi(k) v^T (D, M) and phi(k) (D,) over keys from `begin` to `end`, for `block_D` features from `first` on."""
     W = tl.full((o.block_D, o.block_M), 0.0, o.acc)
     z = tl.full((o.block_D,), 0.0, o.acc)
@@ -30,15 +32,20 @@ def memory_of_keys(k, v, mask, head, first, begin, end, S, k_token, v_token, o: 
     for start in range(begin, end, o.C):
         at = tl.cast(start, tl.int64)
         rows = present(mask, head, at, S, end - start, o)
-        phi = load_features(k + at * k_token, rows, end - start, first, k_token, 0, o)
+        x = k + at * k_token
+        level = level_of_keys(x, rows, end - start, k_token, o)
+        phi = load_features(x, rows, end - start, first, k_token, vectors, level, 0, o)
         W += dot(phi, load_rows(v + at * v_token, rows, end - start, m, v_token, o.M), o)
         z += tl.sum(phi.to(o.acc), 1)
     return W, z
 
 
 @triton.jit
-def memory_of_gradients(q, dy, scale, along, first, begin, end, q_token, g_token, o: tl.constexpr):
-    """The same of queries: sum phi(q) dy^T * scale, and -phi(q) * scale * along, over those from `begin` to `end`."""
+def memory_of_gradients(q, dy, scale, along, vectors, first, begin, end, q_token, g_token, o: tl.constexpr):
+    """The same of queries: sum phi(q) dy^T * scale, and -phi(q) * scale * along, over those from `begin` to `end`.
+
+    For FAVOR+ `scale` is the level that has the same effect.
+    """
     W = tl.full((o.block_D, o.block_M), 0.0, o.acc)
     z = tl.full((o.block_D,), 0.0, o.acc)
     m = tl.arange(0, o.block_M)
@@ -47,9 +54,13 @@ def memory_of_gradients(q, dy, scale, along, first, begin, end, q_token, g_token
         at = tl.cast(start, tl.int64)
         left = end - start
         x = q + at * q_token
-        phi = features(x, load_entries(x, rows, left, first, q_token, 0, o), rows, left, first, q_token, 0, o)
+        raw = load_entries(x, rows, left, first, q_token, 0, o)
+        factor = tl.full((o.C,), 1.0, o.acc)
         if o.normalized:
-            phi *= tl.load(scale + at + rows, rows < left, 0.0)[None, :]
+            factor = tl.load(scale + at + rows, rows < left, 0.0)
+        phi = features(x, raw, rows, left, first, q_token, vectors, factor, 0, o)
+        if o.normalized and o.map != "favor":
+            phi *= factor[None, :]
         phi = phi.to(o.operand)
         W += dot(phi, load_rows(dy + at * g_token, rows, left, m, g_token, o.M), o)
         if o.normalized:
@@ -79,15 +90,16 @@ def store_memory(W_at, z_at, W, z, first, o: tl.constexpr):
 
 
 @triton.jit
-def recalled(q, W, z, left, q_token, o: tl.constexpr):
+def recalled(q, W, z, vectors, left, q_token, o: tl.constexpr):
     """phi(q) W (C, M) and phi(q) z (C,) of a tile of queries."""
     rows = tl.arange(0, o.C)
     m = tl.arange(0, o.block_M)
     found = tl.full((o.C, o.block_M), 0.0, o.acc)
     total = tl.full((o.C,), 0.0, o.acc)
+    level = level_of_queries(q, rows, left, q_token, vectors, o)
     for first in range(0, o.D, o.block_D):
         d = first + tl.arange(0, o.block_D)
-        phi = load_features(q, rows, left, first, q_token, 1, o)
+        phi = load_features(q, rows, left, first, q_token, vectors, level, 1, o)
         found += dot(phi, load_rows(W, d, o.D, m, o.M, o.M), o)
         if o.normalized:
             total += tl.sum(phi.to(o.acc) * tl.load(z + d, d < o.D, 0.0)[None, :], 1)
@@ -95,12 +107,12 @@ def recalled(q, W, z, left, q_token, o: tl.constexpr):
 
 
 @triton.jit
-def read_tile(q, W, z, c, y, left, q_token, o: tl.constexpr):
+def read_tile(q, W, z, c, vectors, y, left, q_token, o: tl.constexpr):
     """Read the memory of a head with a tile of queries.
 
     y = phi(q) @ W / (phi(q) @ z) + c
     """
-    found, total = recalled(q, W, z, left, q_token, o)
+    found, total = recalled(q, W, z, vectors, left, q_token, o)
     m = tl.arange(0, o.block_M)
     if o.normalized:
         scale = reciprocal(total, o)
@@ -111,7 +123,7 @@ def read_tile(q, W, z, c, y, left, q_token, o: tl.constexpr):
 
 
 @triton.jit
-def query_tile(q, dy, W, z, dq, scale, along, left, q_token, g_token, o: tl.constexpr):
+def query_tile(q, dy, W, z, vectors, dq, scale, along, left, q_token, g_token, o: tl.constexpr):
     """Gradient of a tile of queries, and for `memory_of_gradients` two numbers a query.
 
     scale = 1 / (phi(q) @ z)
@@ -126,10 +138,11 @@ def query_tile(q, dy, W, z, dq, scale, along, left, q_token, g_token, o: tl.cons
     total = tl.full((o.C,), 0.0, o.acc)
     product = tl.full((o.C,), 0.0, o.acc)
     factor = tl.full((o.C,), 1.0, o.acc)
+    level = level_of_queries(q, rows, left, q_token, vectors, o)
     if o.normalized and not WHOLE:
         for first in range(0, o.D, o.block_D):
             d = first + tl.arange(0, o.block_D)
-            phi = load_features(q, rows, left, first, q_token, 1, o).to(o.acc)
+            phi = load_features(q, rows, left, first, q_token, vectors, level, 1, o).to(o.acc)
             total += tl.sum(phi * tl.load(z + d, d < o.D, 0.0)[None, :], 1)
             product += tl.sum(phi * dot(g, load_columns(W, d, o.D, m, o.M, o.M), o), 1)
     found = tl.full((o.C, o.block_R), 0.0, o.acc)
@@ -140,21 +153,23 @@ def query_tile(q, dy, W, z, dq, scale, along, left, q_token, g_token, o: tl.cons
         if o.normalized:
             sums = tl.load(z + d, d < o.D, 0.0)
             if WHOLE:
-                phi = features(q, raw, rows, left, first, q_token, 1, o).to(o.operand).to(o.acc)
+                phi = features(q, raw, rows, left, first, q_token, vectors, level, 1, o).to(o.operand).to(o.acc)
                 total = tl.sum(phi * sums[None, :], 1)
                 product = tl.sum(phi * d_phi, 1)
             factor = reciprocal(total, o)
             d_phi = (d_phi - (product * factor)[:, None] * sums[None, :]) * factor[:, None]
-        found = add_gradient(found, d_phi, q, dq, raw, rows, left, first, q_token, left, o)
-    if o.map == "dpfp":
+        found = add_gradient(found, d_phi, q, dq, raw, rows, left, first, q_token, left, vectors, level, False, o)
+    if o.whole:
         write_gradient(dq, found, rows, left, tl.arange(0, o.block_R), left, o)
     if o.normalized:
-        tl.store(scale + rows, factor, rows < left)
         tl.store(along + rows, product * factor, rows < left)
+        if o.map == "favor":
+            factor = tl.where(factor > 0, level + tl.log(tl.where(factor > 0, total, 1.0)), float("inf"))
+        tl.store(scale + rows, factor, rows < left)
 
 
 @triton.jit
-def key_tile(k, v, mask, head, W, z, c, dk, dv, start, S, k_token, v_token, o: tl.constexpr):
+def key_tile(k, v, mask, vectors, head, W, z, c, dk, dv, start, S, k_token, v_token, o: tl.constexpr):
     """Gradients of a tile of keys and values, from the memory W, z that queries have written.
 
     d_phi_k = (v - c) @ W.T + z
@@ -170,15 +185,16 @@ def key_tile(k, v, mask, head, W, z, c, dk, dv, start, S, k_token, v_token, o: t
         values = tl.where((rows < left)[:, None], values.to(o.acc) - off, 0.0).to(o.operand)
     found = tl.full((o.C, o.block_R), 0.0, o.acc)
     d_values = tl.full((o.C, o.block_M), 0.0, o.acc)
+    level = level_of_keys(k, rows, left, k_token, o)
     for first in range(0, o.D, o.block_D):
         d = first + tl.arange(0, o.block_D)
         raw = load_entries(k, rows, left, first, k_token, 1, o)
-        phi = features(k, raw, rows, left, first, k_token, 1, o).to(o.operand)
+        phi = features(k, raw, rows, left, first, k_token, vectors, level, 1, o).to(o.operand)
         d_values += dot(phi, load_rows(W, d, o.D, m, o.M, o.M), o)
         d_phi = dot(values, load_columns(W, d, o.D, m, o.M, o.M), o)
         if o.normalized:
             d_phi += tl.load(z + d, d < o.D, 0.0)[None, :]
-        found = add_gradient(found, d_phi, k, dk, raw, rows, left, first, k_token, left, o)
-    if o.map == "dpfp":
+        found = add_gradient(found, d_phi, k, dk, raw, rows, left, first, k_token, left, vectors, level, True, o)
+    if o.whole:
         write_gradient(dk, found, rows, left, tl.arange(0, o.block_R), left, o)
     store_rows(dv, d_values, tl.arange(0, o.C), left, m, o.H * o.M, o.M)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastweights.ops.features import PLAIN, Features
+from fastweights.ops.features import PLAIN, Features, MapFeatures, RandomFeatures
 from fastweights.ops.gpu import device
 from fastweights.ops.gpu.linear_attention import launch
 from fastweights.ops.gpu.linear_attention.launch import Call
@@ -16,23 +16,27 @@ from fastweights.ops.gpu.self_check import Check, relative_errors
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 LARGEST_D, LARGEST_M = 512, 128
-# DPFP takes whole heads at once.
+# DPFP and FAVOR+ take whole heads at once.
 LARGEST_HEAD_MAPPED = 128
-MAPS = ("none", "elu", "relu", "dpfp")
+MAPS = ("none", "elu", "relu", "dpfp", "favor")
 
 
-def why_unfused(features: Features, R: int) -> str | None:
+def why_unfused(features: Features, R: int, normalized: bool) -> str | None:
     """Say why the map of heads of size R has to be computed before the kernels run; None where it need not."""
     if features.map not in MAPS or features.sum or features.l2 or features.scale != 1:
         return "the kernels of linear attention do not know this feature map or normalisation"
-    if features.nu and R > LARGEST_HEAD_MAPPED:
-        return f"the kernels of linear attention map heads of up to {LARGEST_HEAD_MAPPED} by DPFP, not of {R}"
+    if features.map in launch.WHOLE and R > LARGEST_HEAD_MAPPED:
+        return f"the kernels of linear attention map heads of up to {LARGEST_HEAD_MAPPED} by {features.map}, not of {R}"
+    if features.m and not normalized:
+        return "the kernels of linear attention scale FAVOR+ of queries so that it cannot overflow"
     return None
 
 
 def refuses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, features: Features, normalized: bool) -> str | None:
     """Say why the kernels are not for this call, None if they are."""
-    if reason := device.refuses(q, DTYPES, (torch.float32, torch.float64)) or _too_large(k, v.shape[3], features):
+    if reason := device.refuses(q, DTYPES, (torch.float32, torch.float64)) or _too_large(
+        k, v.shape[3], features, normalized
+    ):
         return reason
     (B, T, H, _), S = q.shape, k.shape[1]
     if 0 in (B, T, H, S, v.shape[3]):
@@ -48,7 +52,7 @@ def refuses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, features: Feat
 def refuses_writing(k: Tensor, v: Tensor, mask: Tensor | None, features: Features, normalized: bool) -> str | None:
     """Say why the kernels are not for writing a state with these keys and values."""
     M = v.shape[3]
-    if reason := device.refuses(k, DTYPES, (torch.float32, torch.float64)) or _too_large(k, M, features):
+    if reason := device.refuses(k, DTYPES, (torch.float32, torch.float64)) or _too_large(k, M, features, normalized):
         return reason
     if 0 in (*k.shape, M):
         return "there is nothing to compute"
@@ -60,7 +64,9 @@ def refuses_writing(k: Tensor, v: Tensor, mask: Tensor | None, features: Feature
 def refuses_reading(q: Tensor, W: Tensor, z: Tensor | None, features: Features) -> str | None:
     """Say why the kernels are not for reading a state W (B, H, D, M), z (B, H, D) with these queries."""
     B, _, H, R = q.shape
-    if reason := device.refuses(q, DTYPES, (torch.float32, torch.float64)) or _too_large(q, W.shape[-1], features):
+    if reason := device.refuses(q, DTYPES, (torch.float32, torch.float64)) or _too_large(
+        q, W.shape[-1], features, z is not None
+    ):
         return reason
     if 0 in (*q.shape, *W.shape):
         return "there is nothing to compute"
@@ -77,8 +83,8 @@ def unproven(call: Call, H: int, device: torch.device) -> str | None:
     return check_of(call, H).refusal(device)
 
 
-def _too_large(k: Tensor, M: int, features: Features) -> str | None:
-    if reason := why_unfused(features, k.shape[3]):
+def _too_large(k: Tensor, M: int, features: Features, normalized: bool) -> str | None:
+    if reason := why_unfused(features, k.shape[3], normalized):
         return reason
     D = features.size(k.shape[3])
     if D > LARGEST_D or M > LARGEST_M:
@@ -123,22 +129,35 @@ def compare(
     q, k, v, dy = (x.to(call.dtype) for x in (q, k, normal(3, S, H, call.M) + mean, normal(3, T, H, call.M)))
     lengths = torch.tensor([[S], [S // 3], [0]], device=device)
     mask = torch.arange(S, device=device) < lengths if call.masked else None
+    phi: Features | RandomFeatures = call.features
+    vectors = None
+    if call.features.m:
+        vectors = normal(call.features.m, call.R).to(torch.promote_types(call.dtype, torch.float32))
+        vectors *= call.features.inner
+        phi = RandomFeatures(vectors, call.features.inner)
     exact = q_, k_, v_ = tuple(x.double().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
-        want = weighted(q_, k_, v_, mask, call.features, call.normalized)
+        want = weighted(q_, k_, v_, mask, phi, call.normalized)
     if call.way == launch.KEPT:
         writes = call._replace(C=launch.tile_width(call.dtype, call.features.size(call.R), call.M))
-        W, z = launch.write(writes, k, v, mask)
-        y = launch.read(call._replace(C=launch.QUERIES), q, W, z if call.normalized else None)
+        W, z = launch.write(writes, k, v, mask, vectors)
+        y = launch.read(call._replace(C=launch.QUERIES), q, vectors, W, z if call.normalized else None)
         return relative_errors(("y",), (y,), (want,))
-    y, *kept = launch.forward(call, q, k, v, mask)
-    found = launch.backward(call, dy, q, k, v, mask, *kept)
+    y, *kept = launch.forward(call, q, k, v, mask, vectors)
+    found = launch.backward(call, dy, q, k, v, mask, vectors, *kept)
     return relative_errors(("y", "q", "k", "v"), (y, *found), (want, *torch.autograd.grad(want, exact, dy.double())))
 
 
-def weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, features: Features, normalized: bool) -> Tensor:
+def weighted(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    features: Features | MapFeatures | RandomFeatures,
+    normalized: bool,
+) -> Tensor:
     """Compute linear attention from all weights."""
-    q, k = features.apply(q, k, normalized)
+    q, k = features.queries(q, normalized), features.keys(k)
     weights = torch.einsum("bthd,bshd->bhts", q, k)
     if mask is not None:
         weights = weights * mask[:, None, None]

@@ -28,6 +28,7 @@ def attend(
     k,  # (B, S, H, R)
     v,  # (B, S, H, M)
     mask,  # (B, S), read with `masked`
+    vectors,  # (m, R), of FAVOR+
     W,  # (B, H, D, M)
     z,  # (B, H, D)
     c,  # (B, H, M)
@@ -55,7 +56,7 @@ def attend(
     m = tl.arange(0, o.block_M)
     centre = tl.full((o.block_M,), 0.0, o.acc)
     for first in range(0, o.D, o.block_D):
-        part, sums = memory_of_keys(k, v, mask, head, first, 0, S, S, k_token, v_token, o)
+        part, sums = memory_of_keys(k, v, mask, vectors, head, first, 0, S, S, k_token, v_token, o)
         if o.normalized:
             centre = tl.where(first == 0, common(part, sums, o), centre)
             part -= sums[:, None] * centre[None, :]
@@ -66,7 +67,7 @@ def attend(
     tl.debug_barrier()
     for start in range(0, T, o.C):
         at = tl.cast(start, tl.int64)
-        read_tile(q + at * q_token, W, z, c, y + at * (o.H * o.M), T - start, q_token, o)
+        read_tile(q + at * q_token, W, z, c, vectors, y + at * (o.H * o.M), T - start, q_token, o)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -75,6 +76,7 @@ def attend_gradients(
     k,  # (B, S, H, R)
     v,  # (B, S, H, M)
     mask,  # (B, S), read with `masked`
+    vectors,  # (m, R), of FAVOR+
     W,  # (B, H, D, M), what `attend` wrote
     z,  # (B, H, D)
     c,  # (B, H, M)
@@ -111,17 +113,17 @@ def attend_gradients(
     for start in range(0, T, o.C):
         at = tl.cast(start, tl.int64)
         x, g, dx = q + at * q_token, dy + at * g_token, dq + at * (o.H * o.R)
-        query_tile(x, g, W, z, dx, scale + start, along + start, T - start, q_token, g_token, o)
+        query_tile(x, g, W, z, vectors, dx, scale + start, along + start, T - start, q_token, g_token, o)
     tl.debug_barrier()
     for first in range(0, o.D, o.block_D):
-        part, sums = memory_of_gradients(q, dy, scale, along, first, 0, T, q_token, g_token, o)
+        part, sums = memory_of_gradients(q, dy, scale, along, vectors, first, 0, T, q_token, g_token, o)
         store_memory(dW, dz, part, sums, first, o)
     tl.debug_barrier()
     for start in range(0, S, o.C):
         at = tl.cast(start, tl.int64)
         x, values = k + at * k_token, v + at * v_token
         dx, d_values = dk + at * (o.H * o.R), dv + at * (o.H * o.M)
-        key_tile(x, values, mask, head, dW, dz, c, dx, d_values, start, S, k_token, v_token, o)
+        key_tile(x, values, mask, vectors, head, dW, dz, c, dx, d_values, start, S, k_token, v_token, o)
 
 
 @triton.jit(do_not_specialize=["S", "heads", "tokens", "parts"])
@@ -129,6 +131,7 @@ def write_keys(
     k,  # (B, S, H, R)
     v,  # (B, S, H, M)
     mask,  # (B, S), read with `masked`
+    vectors,  # (m, R), of FAVOR+
     W,  # (parts, B, H, D, M)
     z,  # (parts, B, H, D)
     S,
@@ -148,7 +151,7 @@ def write_keys(
     v = of_head(v, head, S, v_token, v_head, o)
     begin = part * tokens
     W_part, z_part = memory_of_keys(
-        k, v, mask, head, first, begin, tl.minimum(begin + tokens, S), S, k_token, v_token, o
+        k, v, mask, vectors, head, first, begin, tl.minimum(begin + tokens, S), S, k_token, v_token, o
     )
     at = part * heads + head
     store_memory(W + at * o.D * o.M, z + at * o.D, W_part, z_part, first, o)
@@ -158,6 +161,7 @@ def write_keys(
 def write_gradients(
     q,  # (B, T, H, R)
     dy,  # (B, T, H, M)
+    vectors,  # (m, R), of FAVOR+
     scale,  # (B, H, T)
     along,  # (B, H, T)
     dW,  # (parts, B, H, D, M)
@@ -179,7 +183,17 @@ def write_gradients(
     dy = of_head(dy, head, T, g_token, g_head, o)
     begin = part * tokens
     W_part, z_part = memory_of_gradients(
-        q, dy, scale + head * T, along + head * T, first, begin, tl.minimum(begin + tokens, T), q_token, g_token, o
+        q,
+        dy,
+        scale + head * T,
+        along + head * T,
+        vectors,
+        first,
+        begin,
+        tl.minimum(begin + tokens, T),
+        q_token,
+        g_token,
+        o,
     )
     at = part * heads + head
     store_memory(dW + at * o.D * o.M, dz + at * o.D, W_part, z_part, first, o)
@@ -244,6 +258,7 @@ def sum_of_parts(W_parts, z_parts, head, first, heads, parts, o: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def read(
     q,  # (B, T, H, R)
+    vectors,  # (m, R), of FAVOR+
     W,  # (B, H, D, M)
     z,  # (B, H, D)
     c,  # (B, H, M), with `centred`
@@ -263,13 +278,14 @@ def read(
     at = start.to(tl.int64)
     q = of_head(q, head, T, q_token, q_head, o) + at * q_token
     y = of_head(y, head, T, o.H * o.M, o.M, o) + at * (o.H * o.M)
-    read_tile(q, W + head * o.D * o.M, z + head * o.D, c + head * o.M, y, T - start, q_token, o)
+    read_tile(q, W + head * o.D * o.M, z + head * o.D, c + head * o.M, vectors, y, T - start, q_token, o)
 
 
 @triton.jit(do_not_specialize=["T"])
 def query_gradients(
     q,  # (B, T, H, R)
     dy,  # (B, T, H, M)
+    vectors,  # (m, R), of FAVOR+
     W,  # (B, H, D, M)
     z,  # (B, H, D)
     dq,  # (B, T, H, R)
@@ -290,7 +306,7 @@ def query_gradients(
     dq = of_head(dq, head, T, o.H * o.R, o.R, o) + at * (o.H * o.R)
     scale += head * T + start
     along += head * T + start
-    query_tile(q, dy, W + head * o.D * o.M, z + head * o.D, dq, scale, along, T - start, q_token, g_token, o)
+    query_tile(q, dy, W + head * o.D * o.M, z + head * o.D, vectors, dq, scale, along, T - start, q_token, g_token, o)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -298,6 +314,7 @@ def key_gradients(
     k,  # (B, S, H, R)
     v,  # (B, S, H, M)
     mask,  # (B, S), read with `masked`
+    vectors,  # (m, R), of FAVOR+
     dW,  # (B, H, D, M)
     dz,  # (B, H, D)
     c,  # (B, H, M)
@@ -318,4 +335,4 @@ def key_gradients(
     dk = of_head(dk, head, S, o.H * o.R, o.R, o) + at * (o.H * o.R)
     dv = of_head(dv, head, S, o.H * o.M, o.M, o) + at * (o.H * o.M)
     W = dW + head * o.D * o.M
-    key_tile(k, v, mask, head, W, dz + head * o.D, c + head * o.M, dk, dv, start, S, k_token, v_token, o)
+    key_tile(k, v, mask, vectors, head, W, dz + head * o.D, c + head * o.M, dk, dv, start, S, k_token, v_token, o)

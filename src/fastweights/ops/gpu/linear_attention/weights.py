@@ -11,6 +11,8 @@ import triton.language as tl
 from fastweights.ops.gpu.linear_attention.heads import (
     add_gradient,
     features,
+    level_of_keys,
+    level_of_queries,
     load_entries,
     load_features,
     of_head,
@@ -27,6 +29,7 @@ def weigh(
     k,  # (B, S, H, R)
     v,  # (B, S, H, M)
     mask,  # (B, S), read with `masked`
+    vectors,  # (m, R), of FAVOR+
     y,  # (B, T, H, M)
     T,
     S,
@@ -46,10 +49,12 @@ def weigh(
     t = tl.arange(0, o.C)
     s = present(mask, head, 0, S, S, o)
     m = tl.arange(0, o.block_M)
+    level_q = level_of_queries(q, t, T, q_token, vectors, o)
+    level_k = level_of_keys(k, s, S, k_token, o)
     weights = tl.full((o.C, o.C), 0.0, o.acc)
     for first in range(0, o.D, o.block_D):
-        phi_q = load_features(q, t, T, first, q_token, 1, o)
-        phi_k = load_features(k, s, S, first, k_token, 0, o)
+        phi_q = load_features(q, t, T, first, q_token, vectors, level_q, 1, o)
+        phi_k = load_features(k, s, S, first, k_token, vectors, level_k, 0, o)
         weights += dot(phi_q, phi_k, o)
     weights = weights.to(o.operand)
     found = dot(weights, load_rows(v, s, S, m, v_token, o.M), o)
@@ -65,6 +70,7 @@ def weigh_gradients(
     k,  # (B, S, H, R)
     v,  # (B, S, H, M)
     mask,  # (B, S), read with `masked`
+    vectors,  # (m, R), of FAVOR+
     dy,  # (B, T, H, M)
     dq,  # (B, T, H, R)
     dk,  # (B, S, H, R)
@@ -97,14 +103,16 @@ def weigh_gradients(
     t = tl.arange(0, o.C)
     s = present(mask, head, 0, S, S, o)
     m = tl.arange(0, o.block_M)
+    level_q = level_of_queries(q, t, T, q_token, vectors, o)
+    level_k = level_of_keys(k, s, S, k_token, o)
     weights = tl.full((o.C, o.C), 0.0, o.acc)
     weights_t = tl.full((o.C, o.C), 0.0, o.acc)
     for first in range(0, o.D, o.block_D):
-        phi_q = load_features(q, t, T, first, q_token, 1, o)
-        phi_k = load_features(k, s, S, first, k_token, 0, o)
+        phi_q = load_features(q, t, T, first, q_token, vectors, level_q, 1, o)
+        phi_k = load_features(k, s, S, first, k_token, vectors, level_k, 0, o)
         weights += dot(phi_q, phi_k, o)
-        phi_q = load_features(q, t, T, first, q_token, 0, o)
-        phi_k = load_features(k, s, S, first, k_token, 1, o)
+        phi_q = load_features(q, t, T, first, q_token, vectors, level_q, 0, o)
+        phi_k = load_features(k, s, S, first, k_token, vectors, level_k, 1, o)
         weights_t += dot(phi_k, phi_q, o)
     g = load_rows(dy, t, T, m, g_token, o.M)
     scores = dot(g, load_transposed(v, s, S, m, v_token, o.M, o.both_ways), o)
@@ -126,11 +134,13 @@ def weigh_gradients(
     for first in range(0, o.D, o.block_D):
         raw_q = load_entries(q, t, T, first, q_token, 1, o)
         raw_k = load_entries(k, s, S, first, k_token, 1, o)
-        phi_q = features(q, raw_q, t, T, first, q_token, 1, o).to(o.operand)
-        phi_k = features(k, raw_k, s, S, first, k_token, 1, o).to(o.operand)
-        d_q = add_gradient(d_q, dot(scores, phi_k, o), q, dq, raw_q, t, T, first, q_token, T, o)
-        d_k = add_gradient(d_k, dot(scores_t, phi_q, o), k, dk, raw_k, s, S, first, k_token, S, o)
-    if o.map == "dpfp":
+        phi_q = features(q, raw_q, t, T, first, q_token, vectors, level_q, 1, o).to(o.operand)
+        phi_k = features(k, raw_k, s, S, first, k_token, vectors, level_k, 1, o).to(o.operand)
+        d_phi_q = dot(scores, phi_k, o)
+        d_q = add_gradient(d_q, d_phi_q, q, dq, raw_q, t, T, first, q_token, T, vectors, level_q, False, o)
+        d_phi_k = dot(scores_t, phi_q, o)
+        d_k = add_gradient(d_k, d_phi_k, k, dk, raw_k, s, S, first, k_token, S, vectors, level_k, True, o)
+    if o.whole:
         r = tl.arange(0, o.block_R)
         write_gradient(dq, d_q, t, T, r, T, o)
         write_gradient(dk, d_k, s, S, r, S, o)

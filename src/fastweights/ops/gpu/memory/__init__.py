@@ -88,7 +88,7 @@ def why_unfused(spec: Spec) -> str | None:
     features, rule, R, D = spec.features, spec.rule, spec.shape[3], spec.D
     # The accumulator of attention normalisation may come in as one more value column.
     M, one = spec.M + spec.normalized, _is_one_step(spec)
-    if features.map in ("other", "silu") or features.l2 or features.scale != 1:
+    if features.map in ("other", "silu", "favor") or features.l2 or features.scale != 1:
         return "the kernels do not know this feature map or normalisation"
     if spec.per_key and features != PLAIN:
         return "decays per key channel go with keys and gates as the memory takes them"
