@@ -87,16 +87,17 @@ def test_gated_norm(dtype, opening, M):
         assert all(error < LIMITS[dtype] for error in errors.values()), (tokens, errors)
 
 
-def test_a_recorded_convolution_takes_other_bounds():
-    """The same bits as in eager calls, twice."""
-    x, weight = torch.randn(1, 500, 96, device=CUDA, requires_grad=True), torch.randn(96, 4, device=CUDA)
-    weight.requires_grad_()
+def test_a_captured_convolution_takes_other_bounds():
+    """The same bits as in eager calls."""
+    tensors = torch.randn(1, 500, 96, device=CUDA), torch.randn(96, 4, device=CUDA)
     recent, dy = torch.randn(4, 3, 96, device=CUDA), torch.randn(1, 500, 96, device=CUDA)
     bounds = torch.tensor([0, 100, 100, 300, 500], device=CUDA)
 
     def run(bounds):
+        # Leaves of an earlier call would tie this one to its stream.
+        x, weight = leaves = [x.detach().requires_grad_() for x in tensors]
         y, end = short_convolution(x, weight, None, recent, silu=True, cu_seqlens=bounds)
-        return [y, end, *torch.autograd.grad((y * dy).sum() + end.sum(), [x, weight])]
+        return [y.detach(), end.detach(), *torch.autograd.grad((y * dy).sum() + end.sum(), leaves)]
 
     replay = capture_after_warmup(lambda: run(bounds), CUDA)
     for other in ([0, 1, 2, 499, 499], [0, 0, 0, 0, 0], [0, 100, 100, 300, 500]):
@@ -190,6 +191,7 @@ HEADS += [(64, 64, Features("favor", m=m, inner=64**-0.25)) for m in (128, 256)]
 @pytest.mark.parametrize(("R", "M", "features"), HEADS, ids=lambda x: x.map if isinstance(x, Features) else str(x))
 @pytest.mark.parametrize("way", [WEIGHTS, ONE_LAUNCH, PARTS, KEPT])
 def test_linear_attention(way, R, M, features, dtype):
+    """In every way, also that which float16 does not go."""
     width = tile_width(dtype, features.size(R), M)
     for C in (16, 32, 64) if way == WEIGHTS else (width,):
         if width < C:
@@ -197,7 +199,9 @@ def test_linear_attention(way, R, M, features, dtype):
         for mean, masked in ((0.0, True), (5.0, False)):
             call = Call(way, dtype, R, M, features, True, masked, C)
             errors = linear.compare(call, 3, CUDA, mean=mean)
-            assert all(error < LIMITS[dtype] / 2 for error in errors.values()), (C, mean, errors)
+            # The gradient of a query is a difference, of numbers that are the larger, the larger the mean.
+            limit = LIMITS[dtype] / (1 if mean else 2)
+            assert all(error < limit for error in errors.values()), (C, mean, errors)
 
 
 @pytest.mark.parametrize("model", lm.MODELS)

@@ -85,3 +85,13 @@ def test_errors():
         gated_rms_norm(x, weight, torch.ones(1, 2, 3, 5), "silu")
     with pytest.raises(ValueError, match="unknown opening 'slu'; did you mean 'silu'"):
         gated_rms_norm(x, weight, x, "slu")
+
+
+def test_second_derivatives_where_the_gate_comes_from_the_input():
+    x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((1, 3, 2, 5), (5,)))
+    assert gradgradcheck(lambda x, weight: gated_rms_norm(x, weight, x.cos(), "silu"), (x, weight))
+    y = gated_rms_norm(x, weight, x.cos(), "silu")
+    ways = torch.randn(3, *y.shape, dtype=torch.float64)
+    loop = torch.stack([torch.autograd.grad(y, x, way, retain_graph=True)[0] for way in ways])
+    (batched,) = torch.autograd.grad(y, x, ways, is_grads_batched=True)
+    torch.testing.assert_close(batched, loop)

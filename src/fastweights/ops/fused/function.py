@@ -85,6 +85,8 @@ class _Eager(torch.autograd.Function):
             return None, None, None, *(x if wants else None for x, wants in zip(found, wanted, strict=True))
         differentiable = torch.is_grad_enabled()
         with torch.enable_grad():
+            # One input may have been computed from another, and what comes by that way is not asked for here.
+            tensors = tuple(x.view_as(x) if wants else x for x, wants in zip(tensors, wanted, strict=True))
             outputs = ctx.function.plain(*tensors, *ctx.settings)
         pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if dy is not None]
         inputs = [x for x, wants in zip(tensors, wanted, strict=True) if wants]
