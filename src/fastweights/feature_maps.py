@@ -77,7 +77,8 @@ def register_feature_map(name: str) -> Callable[[Map], Map]:
         if name in FEATURE_MAPS:
             raise ValueError(f"there is a feature map {name!r} already; choose another name")
         FEATURE_MAPS[name] = cls
-        if cls.kernel is not None:
+        # Where it depends on the options of a map, it is no name yet.
+        if isinstance(cls.kernel, str):
             # What kernels are checked against, and what runs where there are none.
             features.MAPS.setdefault(cls.kernel, lambda x, *nu: cls(x.shape[-1], *nu).map(x))
         return cls

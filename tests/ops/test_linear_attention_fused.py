@@ -7,7 +7,7 @@ import torch
 
 import fastweights as fw
 from fastweights.feature_maps import feature_map
-from fastweights.layers.cross_attention import FastWeightReading
+from fastweights.layers.cross_attention import FastWeightCrossAttention
 from fastweights.ops.features import PLAIN, Features, MapFeatures
 from fastweights.ops.gpu import device
 from fastweights.ops.gpu.linear_attention import launch
@@ -157,7 +157,7 @@ def test_a_state_is_written_once_and_read_by_beams(monkeypatch, normalization):
 @pytest.mark.parametrize("phi", ["elu", "favor", "tanh"])
 def test_the_layer_takes_them(phi):
     """A map that kernels do not know is computed before them."""
-    layer = FastWeightReading(6, 2, feature_map=phi).double()
+    layer = FastWeightCrossAttention(6, 2, feature_map=phi).double()
     layer.feature_map.redraws = False
     if phi == "tanh":
         # Signed weights may add up to next to nothing.

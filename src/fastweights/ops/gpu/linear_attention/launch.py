@@ -126,6 +126,9 @@ def way_of(q: Tensor, k: Tensor, v: Tensor, features: Features) -> str:
     longest = max(q.shape[1], k.shape[1])
     if longest <= tile_width(q.dtype, features.size(q.shape[3]), v.shape[3]):
         return WEIGHTS
+    if q.dtype == torch.float16:
+        # One memory for all keys, rounded to TF32, loses gradients of queries where values have a mean.
+        return PARTS
     return ONE_LAUNCH if longest <= SHORT or q.shape[0] * q.shape[2] >= MANY_HEADS else PARTS
 
 
