@@ -32,6 +32,11 @@ def milliseconds(where, dtype, way, key):
     return found["measured"][way][key]
 
 
+def of_family(name, dtype="bfloat16"):
+    """Return what was measured of a row of today's rules, by the way it was computed."""
+    return row("kernels-family-h200", part="shape", name=name, dtype=dtype)["measured"]
+
+
 def first_calls(kind):
     return {
         row("kernels-h200", part="first call", name=f"paper {size}")[kind]["first_s"] for size in ("small", "medium")
@@ -47,13 +52,20 @@ def _():
 
 @source("README.md", "| batch x length, heads |")
 def _():
-    for where in SHAPES.values():
+    for where in (SHAPES["small"], SHAPES["2k"], SHAPES["32k"]):
         yield from shape(*where)
         for way in ("fastweights", "fla chunk", "sdpa"):
             yield milliseconds(where, "bfloat16", way, "both_graph_ms")
+    versions = rows("kernels-family-h200")[0]
+    assert (versions["fla-core"], versions["flash-qla"]) == ("0.6.0", "0.1.3")
+    gated, per_key = of_family("gated delta, 2k, heads of 128"), of_family("gated delta per key, 4k, 32 heads of 128")
+    yield from shape(8, 2048, 16, 128)
+    yield from (gated[way]["both_graph_ms"] for way in ("fastweights", "fla chunk", "flashqla", "sdpa"))
+    yield from shape(2, 4096, 32, 128)
+    yield from (per_key[way]["both_graph_ms"] for way in ("fastweights", "fla chunk", "sdpa"))
 
 
-source("README.md", "The delta rule forward and backward")(
+source("README.md", "The delta rule and its gated forms")(
     lambda: [row("lm-stock-h200", model="delta")["fast"]["words_per_s"]]
 )
 
@@ -82,6 +94,95 @@ def _():
     assert max(error for check in checks for error in check["errors"].values()) < 2e-6
     (checked,), (stored,) = ({round(s, 1) for s in first_calls(kind)} for kind in ("checked", "from disk"))
     return [2e-6, checked, stored]
+
+
+# Kernels: the rules of today's models.
+
+RULES = {
+    ("gated_delta", False): "gated delta (Gated DeltaNet)",
+    ("gated_delta", True): "gated delta per key (KDA)",
+    ("decay", True): "decay per key (GLA)",
+    ("decay", False): "decay",
+    ("delta", False): "delta",
+}
+
+
+def family():
+    """Yield each row, our numbers, those of others with the same rule by name, and those of softmax attention."""
+    for entry in (entry for entry in rows("kernels-family-h200") if entry["part"] == "shape"):
+        others = dict(entry["measured"])
+        yield entry, others.pop("fastweights"), others, others.pop("sdpa", None)
+
+
+def both_ms(found):
+    """Return the time with gradients; without limit where they cannot be had."""
+    return found.get("both_graph_ms", float("inf"))
+
+
+def times(found):
+    return f"{found['forward_graph_ms']:.3f} / {found['both_graph_ms']:.3f}"
+
+
+def size_and_error(found):
+    return [f"{found['peak_bytes'] / 2**20:,.0f}", f"{max(found['errors'].values()):.1e}".replace("e-0", "e-")]
+
+
+@source("docs/kernels.md", "| rule | batch x length, heads |")
+def _():
+    lines = [["rule", "batch x length, heads", "fastweights", "MiB", "error"]]
+    lines[0] += ["fastest other kernel of the rule", "MiB", "error", "softmax attention (PyTorch)"]
+    for entry, ours, others, softmax in family():
+        B, T, H, D, M = entry["shape"]
+        rule = RULES[entry["rule"], entry["per_key"]] + ("" if entry["dtype"] == "bfloat16" else ", float32")
+        where = f"{B} x {T}, {H} of {D}" + ("" if M == D else f" and {M}")
+        name = min(others, key=lambda name: both_ms(others[name]))
+        shown = {"flashqla": "FlashQLA"}.get(name, name)
+        lines.append([rule, where, times(ours), *size_and_error(ours)])
+        lines[-1] += [f"{shown}: {times(others[name])}", *size_and_error(others[name])]
+        lines[-1].append(times(softmax) if softmax else "-")
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, "|---" * len(lines[0]) + "|", *body])
+
+
+@source("docs/kernels.md", "- FlashQLA takes")
+def _():
+    pairs = {entry["name"]: (others["flashqla"], ours) for entry, ours, others, _ in family() if "flashqla" in others}
+    for theirs, ours in pairs.values():
+        assert theirs["forward_graph_ms"] < ours["forward_graph_ms"]
+        assert round(theirs["peak_bytes"] / ours["peak_bytes"], 1) == 0.7
+    ahead = [name for name, (theirs, ours) in pairs.items() if both_ms(ours) < both_ms(theirs)]
+    assert ahead == ["gated delta, 4k, 32 heads of 128"]
+    yield from (both_ms(found) for name, pair in pairs.items() if name not in ahead for found in pair)
+
+
+@source("docs/kernels.md", "In all other rows ours")
+def _():
+    ratios, ahead = [], {"fla, forward": [], "fla, error": [], "fla, memory": [], "softmax": []}
+    for entry, ours, others, softmax in family():
+        fla = min((others[name] for name in others if name.startswith("fla ")), key=both_ms)
+        ratios.append(both_ms(fla) / both_ms(ours))
+        found = {
+            "fla, forward": fla["forward_graph_ms"] < ours["forward_graph_ms"],
+            "fla, error": max(fla["errors"].values()) < max(ours["errors"].values()),
+            "fla, memory": fla["peak_bytes"] < ours["peak_bytes"],
+            "softmax": softmax and both_ms(softmax) < both_ms(ours),
+        }
+        for what in (what for what in found if found[what]):
+            ahead[what].append((entry["name"], entry["dtype"]))
+        assert not softmax or softmax["peak_bytes"] < ours["peak_bytes"]
+    assert ahead["fla, forward"] == [("delta, 2k, heads of 256", "bfloat16")]
+    assert all("per key" in name for name, _ in ahead["fla, error"]) and len(ahead["fla, error"]) == 3
+    assert ahead["fla, memory"] == [("gated delta, 1k, heads of 64", "float32")]
+    assert [name for name, _ in ahead["softmax"]] == [
+        "gated delta per key, 2k, heads of 64",
+        "decay, 2k, heads of 128 and 256",
+        "delta, 2k, heads of 256",
+        "delta, images, heads of 64",
+    ]
+    yield from (min(ratios), max(ratios))
+    refused = of_family("decay, 2k, heads of 128 and 256")["fla chunk"]
+    assert "Hopper" in refused["both_failure"]
+    yield refused["forward_graph_ms"]
 
 
 source("docs/maths.md", "Where the divisor is below")(lambda: [float(f"{torch.finfo(torch.float32).tiny ** 0.5:.0e}")])
