@@ -75,13 +75,12 @@ class Plan:
         bounds = cu_seqlens if self.packed else None
         self.buffers = Buffers(tokens, (N, H, D, M), bounds, dtype, wide, variant)
         # What the walk back leaves to another launch stands where that will write dv, unless dv is of another dtype.
-        # After that only e dR can be read there, which is not dv where another gate writes.
-        e, w = gates[1:]
-        apart = self.buffers.kept_dtype != v.dtype or (per_key(gates[0]) and e is not None and w is not None)
-        self.separate = isinstance(variant, SplitWalk) and apart
-        self.dtypes = (q.dtype, dtype, wide, self.buffers.kept_dtype)
+        # Under decays per key e dR is read there after that, which dv is not where another gate writes.
         a, e, w = gates
         self.per_key = per_key(a)
+        apart = self.buffers.kept_dtype != v.dtype or (self.per_key and e is not None and w is not None)
+        self.separate = isinstance(variant, SplitWalk) and apart
+        self.dtypes = (q.dtype, dtype, wide, self.buffers.kept_dtype)
         self.gate_dtypes = (dtype_of(a), dtype_of(e), dtype_of(w))
         # Walks take decays per key in faded keys and queries.
         self.walked = self.layout
@@ -259,12 +258,10 @@ class Plan:
         unit, strides = self.layout.in_units()
         # What does not change the tiles does not change their kernel. 16-bit operands leave room for longer tiles.
         options = replace(self._over_chunks(), M=0, write=False, tied=False, unit=unit, only_faded=only_faded)
-        if self.variant.precision == HALF and options.map == "none" and not self.per_key:
-            options = replace(options, block_D=min(self.options.block_D, 128))
-        if self.per_key:
-            options = replace(options, block_D=min(options.block_D, 32))
         if self.per_key:
             options = replace(options, block_D=min(options.block_D, PER_KEY_TILE))
+        elif self.variant.precision == HALF and options.map == "none":
+            options = replace(options, block_D=min(self.options.block_D, 128))
         warps = self.variant.prepare_warps if isinstance(self.variant, SplitWalk) else 1
         faded = (kept, kept, kept, self.dtypes[2]) if self.per_key else (None,) * 4
         dtypes = (data, data, (a, e), self.bounds_dtype if self.packed else None, kept, faded)

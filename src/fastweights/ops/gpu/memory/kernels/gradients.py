@@ -221,11 +221,12 @@ def key_decay_gradients(
     a += key
     pairs += here * C * C
 
-    a_ = load_logarithms(a, rows, left, d, o)
     if o.steep:
-        if tl.load(left_out + program) == 0:
+        done = tl.load(left_out + program) == 0
+        if done:
             return
-    else:
+    a_ = load_logarithms(a, rows, left, d, o)
+    if not o.steep:
         middle, first, rest, steep = around_middle(a_, o)
         tl.store(left_out + program, steep.to(tl.int32))
         if steep:
