@@ -35,7 +35,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from fastweights.ops.gpu.memory import grouped as walks  # noqa: E402
-from fastweights.ops.gpu.memory import launcher, step  # noqa: E402
+from fastweights.ops.gpu.memory import launcher, step, tail  # noqa: E402
 from fastweights.ops.gpu.memory import plan as launch  # noqa: E402
 from fastweights.ops.gpu.memory.kernels import recurrent_backward as token_backward  # noqa: E402
 from fastweights.ops.gpu.memory.kernels import recurrent_forward as token_forward  # noqa: E402
@@ -44,7 +44,7 @@ from fastweights.ops.gpu.memory.kernels import recurrent_forward as token_forwar
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 KERNELS = (
     *("prepare_chunks", "walk_forward", "walk_backward", "chunk_gradients", "key_decay_gradients", "scan_groups"),
-    *("walk_tokens_forward", "walk_tokens_backward"),
+    *("walk_tokens_forward", "walk_tokens_backward", "clear_tail"),
 )
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -140,7 +140,12 @@ def launches(
     """
     calls: list[Any] = []
     monkeypatch.setattr(launcher, "_planned", {})
-    homes = {"scan_groups": walks, "walk_tokens_forward": token_forward, "walk_tokens_backward": token_backward}
+    homes = {
+        "clear_tail": tail,
+        "scan_groups": walks,
+        "walk_tokens_forward": token_forward,
+        "walk_tokens_backward": token_backward,
+    }
     for name in KERNELS:
         home = homes.get(name, launch)
         monkeypatch.setattr(home, name, Recorder(getattr(home, name), calls))
@@ -255,7 +260,7 @@ def test_compiles(monkeypatch, dtype, D, M, config):
 def test_compiles_with_decays_per_key(monkeypatch, dtype, D, capability):
     (config,) = per_key_candidates(D, D, dtype, 4096)
     calls = launches(monkeypatch, dtype, D, D, config, gated=True, per_key=True)
-    assert len(calls) == 7
+    assert len(calls) == 9
     check(calls, capability)
 
 

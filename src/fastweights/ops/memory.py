@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fastweights.common.tables import look_up
 from fastweights.ops import backends
@@ -56,8 +58,9 @@ def fast_weight_memory(
             of q and k.
         rule: a name from `list_rules()`, or `update_rule(name, **options)`.
         normalization: None, or "attention" (Eqs. 18-19, and 26-28 where the rule removes).
-        cu_seqlens: bounds (N + 1,) of N sequences packed along T with B = 1, as in FlashAttention; N states. GPU
-            kernels read them on the device, so that a call can be captured in a CUDA graph and replayed with others.
+        cu_seqlens: bounds (N + 1,) of N sequences packed along T with B = 1, as in FlashAttention; N states. They may
+            end before T: y is 0 after the last one. GPU kernels read them on the device, so that a call can be captured
+            in a CUDA graph and replayed with others.
         state: what an earlier call returned; zeros if None. Gradients flow into it.
         backend: a name from `list_backends()`; "auto" takes FASTWEIGHTS_BACKEND or else the first that can.
         mask: (B, T), False for padding: such a token changes nothing, and its output is 0.
@@ -116,11 +119,34 @@ def fast_weight_memory(
                 backends.EXECUTABLES.clear()
             backends.EXECUTABLES[spec, name] = run
     if cu_seqlens is not None:
-        _check_bounds(cu_seqlens, q.shape[1])
+        end = _checked_end(cu_seqlens, q.shape[1])
+        if end < q.shape[1]:
+            run = partial(_run_until, end, name)
         # Kernels read it as a block of memory.
         inputs.cu_seqlens = cu_seqlens.contiguous()
     y, W, z = run(inputs)
     return y if y.dtype == q.dtype else y.to(q.dtype), FastWeightState(W, z)
+
+
+def _run_until(end: int, backend: str, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run a call on the tokens before `end` alone, so that nothing depends on the others; y is 0 there."""
+    (_, T, *_), v = inputs.q.shape, inputs.v
+    if end == 0:
+        return v.new_zeros(*inputs.q.shape[:2], *v.shape[2:]), *inputs.initial_state()
+    tokens = {"q": inputs.q, "k": inputs.k, "v": v, "mask": inputs.mask, "starts": inputs.starts, **inputs.gates}
+    # Keys and values may be several for each query.
+    used: dict[str, Any] = {name: x[:, : x.shape[1] // T * end] for name, x in tokens.items() if x is not None}
+    y, after = fast_weight_memory(
+        **used,
+        rule=inputs.rule,
+        normalization="attention" if inputs.normalized else None,
+        cu_seqlens=inputs.cu_seqlens,
+        state=None if inputs.W is None else FastWeightState(inputs.W, inputs.z),
+        backend=backend,
+        features=inputs.features,
+        in_place=inputs.in_place,
+    )
+    return pad(y, (0, 0, 0, 0, 0, T - end)), after.W, after.z
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -228,25 +254,28 @@ def _check_packing(q: Tensor, cu_seqlens: Tensor | None) -> None:
     _check_device("cu_seqlens", cu_seqlens, q)
 
 
-def _check_bounds(cu_seqlens: Tensor, T: int) -> None:
-    """Refuse bounds that do not rise from 0 to T; tracing has no numbers to look at.
+def _checked_end(cu_seqlens: Tensor, T: int) -> int:
+    """Return the last bound, or T where it is not read here; refuse bounds that do not rise from 0 to T or less.
 
-    A GPU looks itself: nobody waits for it, and a CUDA graph can be replayed with other bounds. It reports wrong ones
-    as an assertion that failed, at whatever waits for it next; `FASTWEIGHTS_CHECK_BOUNDS=host` reads them at once.
+    Tracing has no numbers to look at. A GPU looks itself: nobody waits for it, and a CUDA graph can be replayed with
+    other bounds. It reports wrong ones as an assertion that failed, at whatever waits for it next;
+    `FASTWEIGHTS_CHECK_BOUNDS=host` reads them at once.
     """
     if torch.compiler.is_compiling():
-        return
+        return T
     if cu_seqlens.is_cuda and os.environ.get(CHECK_BOUNDS) != "host":
-        torch._assert_async(_bounds_hold(cu_seqlens, T), f"cu_seqlens must rise from 0 to T = {T}")
-        return
+        torch._assert_async(_bounds_hold(cu_seqlens, T), f"cu_seqlens must rise from 0 to T = {T} or less")
+        return T
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != T or any(a > b for a, b in pairwise(bounds)):
-        raise ValueError(f"cu_seqlens must rise from 0 to T = {T}, got {bounds if len(bounds) < 20 else bounds[:19]}")
+    if bounds[0] != 0 or bounds[-1] > T or any(a > b for a, b in pairwise(bounds)):
+        shown = bounds if len(bounds) < 20 else bounds[:19]
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {T} or less, got {shown}")
+    return int(bounds[-1])
 
 
 def _bounds_hold(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Return whether bounds rise from 0 to T, as a tensor."""
-    return (cu_seqlens[1:] >= cu_seqlens[:-1]).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T)
+    """Return whether bounds rise from 0 to T or less, as a tensor."""
+    return (cu_seqlens[1:] >= cu_seqlens[:-1]).all() & (cu_seqlens[0] == 0) & (cu_seqlens[-1] <= T)
 
 
 def _check_state(inputs: Inputs) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fastweights.ops.normalization import safe_divide
 from fastweights.ops.rules import Rule
@@ -11,11 +12,13 @@ from fastweights.ops.spec import Inputs
 
 
 def run(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute y (B, T, H, M), final W and z. Packed sequences run one after the other."""
+    """Compute y (B, T, H, M), final W and z. Packed sequences run one after the other; y is 0 behind them."""
     if inputs.cu_seqlens is None:
         return _run_batch(inputs)
     ys, Ws, zs = zip(*(_run_batch(sequence) for sequence in inputs.unpack()), strict=True)
-    return torch.cat(ys, 1), torch.cat(Ws), torch.cat(zs) if inputs.normalized else None
+    y = torch.cat(ys, 1)
+    y = pad(y, (0, 0, 0, 0, 0, inputs.q.shape[1] - y.shape[1]))
+    return y, torch.cat(Ws), torch.cat(zs) if inputs.normalized else None
 
 
 def _run_batch(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:

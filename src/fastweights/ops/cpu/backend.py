@@ -26,6 +26,8 @@ from fastweights.ops.spec import Backend, Executable, Refusal, Spec, after_mappi
 # With decays per key channel, the work within a chunk grows with its length as that of every product of keys does.
 LONGEST_PER_KEY = 32
 NO_MEMORY, FINITE = 0, 1
+# What the C++ writes for the tokens of sequences; after the last sequence it is 0.
+WRITTEN = ("y", "dq", "dk", "dv", "da", "de", "dw")
 
 
 def chunk_length(D: int, M: int) -> int:
@@ -74,6 +76,8 @@ def _call(
         if x.shape != wanted:
             raise ValueError(f"{key} must have shape {wanted} beside q {tuple(q.shape)}, got {tuple(x.shape)}")
         setattr(call, key, View.of(x))
+        if key in WRITTEN and bounds[-1] < T and cu_seqlens is not None:
+            x[:, bounds[-1] :] = 0
     for key, x in states.items():
         if x is None:
             continue

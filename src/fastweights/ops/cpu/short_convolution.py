@@ -76,7 +76,7 @@ def _call(tensors: Tensors, silu: bool, parts: Tensor | None = None, **views: Te
     x, weight, bias, recent = (_rows(tensor) for tensor in (x, weight, bias, recent))
     mask, starts = (None if marks is None else marks.contiguous() for marks in (mask, starts))
     (B, T, C), taps = x.shape, weight.shape[1]
-    bounds = None if cu_seqlens is None else checked_bounds(cu_seqlens, T, to_the_end=False)
+    bounds = None if cu_seqlens is None else checked_bounds(cu_seqlens, T)
     N = B if bounds is None else len(bounds) - 1
     call = Convolution(B, T, N, C, taps, silu, 0 if parts is None else len(parts))
     if bounds is not None:

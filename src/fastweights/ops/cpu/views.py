@@ -32,14 +32,9 @@ class View(ctypes.Structure):
         return cls(x.data_ptr(), *strides, KINDS[x.dtype], x.element_size())
 
 
-def checked_bounds(cu_seqlens: Tensor, T: int, *, to_the_end: bool = True) -> list[int]:
-    """Return the bounds of packed sequences if they rise from 0 to T: the C++ believes what it is told.
-
-    Not `to_the_end`, the last one may be less.
-    """
+def checked_bounds(cu_seqlens: Tensor, T: int) -> list[int]:
+    """Return the bounds of packed sequences if they rise from 0 to T or less: the C++ believes what it is told."""
     bounds: list[int] = cu_seqlens.tolist()
-    ends = bounds[-1] == T if to_the_end else bounds[-1] <= T
-    if bounds[0] != 0 or not ends or any(a > b for a, b in pairwise(bounds)):
-        end = f"T = {T}" if to_the_end else f"T = {T} or less"
-        raise ValueError(f"cu_seqlens must rise from 0 to {end}, got {bounds[:20]}")
+    if bounds[0] != 0 or bounds[-1] > T or any(a > b for a, b in pairwise(bounds)):
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {T} or less, got {bounds[:20]}")
     return bounds

@@ -62,7 +62,7 @@ class Buffers:
         self.dq = Buffer(tuple(q.shape), q.dtype, device)
         self.dv = Buffer(tuple(v.shape), q.dtype, device)
         self.dright = Buffer(tuple(v.shape), kept, device)
-        self._dgates = tuple(None if x is None else Buffer(tuple(x.shape), x.dtype, device) for x in gates)
+        self.gate_gradients = tuple(None if x is None else Buffer(tuple(x.shape), x.dtype, device) for x in gates)
         keys, ends = Buffer((B, T, H, D), kept, device), Buffer((shapes[1][0], H, D), wide, device)
         self._faded = (keys, keys, keys, ends)
         # dP and G of each chunk.
@@ -82,7 +82,7 @@ class Buffers:
 
     def dgates(self, empty: bool) -> Gates:
         """Make the gradients of the gates, without entries where nobody writes them."""
-        a, e, w = self._no_dgates if empty else self._dgates
+        a, e, w = self._no_dgates if empty else self.gate_gradients
         return None if a is None else a(), None if e is None else e(), None if w is None else w()
 
 

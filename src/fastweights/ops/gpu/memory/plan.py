@@ -19,6 +19,7 @@ from fastweights.ops.gpu.memory.kernels.gradients import key_decay_gradients
 from fastweights.ops.gpu.memory.kernels.options import TYPES, Options, map_options
 from fastweights.ops.gpu.memory.launcher import Dtypes, Launch, Tensors, dtype_of, kind_of, planned, side_by_side
 from fastweights.ops.gpu.memory.strides import REACH, Strides, addressable, per_key
+from fastweights.ops.gpu.memory.tail import Tail
 from fastweights.ops.gpu.memory.variants import (
     HALF,
     PER_KEY_TILE,
@@ -114,6 +115,9 @@ class Plan:
         self.prepare = self._prepare() if variant.prepared else None
         self.fade = self._prepare(only_faded=True) if self.per_key else None
         self.walks = {read: self._walk(read) for read in (True, False)}
+        gradients = (self.buffers.dq, self.buffers.dq, self.buffers.dv, *self.buffers.gate_gradients)
+        self.tail = None if bounds is None else Tail((self.buffers.y,), bounds)
+        self.tail_back = None if bounds is None else Tail(gradients, bounds)
         self.backs: dict[Any, tuple[Launch, list[Launch]]] = {}
         self.compiled_ahead = False
 
@@ -149,6 +153,8 @@ class Plan:
         first = buffers.nothing if W is None else W.contiguous()
         tensors = (q, k, v, (a, e, w), faded[2:], first, cu_seqlens, y, W_end, states, tiles, errors)
         self.walks[read](tensors, self.T, int(keep), int(W is not None))
+        if self.tail is not None:
+            self.tail.clear((y,), cu_seqlens, self.T)
         return y, W_end, states, tiles, errors
 
     def backward(
@@ -197,9 +203,14 @@ class Plan:
         walk(tensors, self.T, int(dW_end is not None), int(wants_dW))
         # What is left takes the most memory.
         del walked, tensors
-        others = (dv, *dgates, dW if wants_dW else None)
+
+        def gradients(dq: Tensor, dk: Tensor) -> Gradients:
+            if self.tail_back is not None:
+                self.tail_back.clear((dq, dk, dv, *dgates), cu_seqlens, self.T)
+            return dq, dk, dv, *dgates, dW if wants_dW else None
+
         if not split:
-            return lambda: (dq, dk, *others)
+            return lambda: gradients(dq, dk)
         before, after = (*inputs, cu_seqlens if self.packed else None, states, errors, dy), (dgates, dstates, dright)
 
         def finish() -> Gradients:
@@ -215,7 +226,7 @@ class Plan:
             else:
                 dq, dk = buffers.dq(), buffers.dq()
                 chunks((*before, dq, dk, dv, *after, None), self.sequences, self.T)
-            return dq, dk, *others
+            return gradients(dq, dk)
 
         return finish
 
@@ -236,6 +247,7 @@ class Plan:
         """Return all that a forward pass launches, and with `back` a backward pass with contiguous dy."""
         passes = (True, False) if self.options.grouped else (True,)
         launches = [self.prepare, *(self.walks[read] for read in passes)]
+        launches += [tail.launch for tail in (self.tail, self.tail_back if back else None) if tail is not None]
         if back:
             launches.append(self.fade)
             dy = torch.empty(self.buffers.y.shape, dtype=self.buffers.y.dtype, device="meta")
