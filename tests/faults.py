@@ -40,8 +40,8 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
 # Statements and expressions in which nothing is changed: what they say is for people, or for other machines.
 FOR_PEOPLE = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)
 CALLS_FOR_PEOPLE = ("warn", "echo", "print", "Refusal", "cast", "TypeVar")
-# Keyword arguments that only look for mistakes.
-CHECKS = ("strict", "stacklevel")
+# Keyword arguments that only look for mistakes, or say what goes without saying where there is one device.
+IDLE_ARGUMENTS = ("strict", "stacklevel", "device")
 ELSEWHERE = ("cuda", "TYPE_CHECKING", "capturing", "capability", "_warps", "_stages")
 
 
@@ -118,7 +118,7 @@ def _untouched(node: ast.AST) -> Iterator[ast.AST]:
         yield node.annotation
     elif isinstance(node, ast.ClassDef):
         yield from node.decorator_list
-    elif isinstance(node, ast.keyword) and node.arg in CHECKS:
+    elif isinstance(node, ast.keyword) and node.arg in IDLE_ARGUMENTS:
         yield node
     elif isinstance(node, ast.If | ast.While | ast.IfExp):
         if any(word in ast.unparse(node.test) for word in ELSEWHERE):
