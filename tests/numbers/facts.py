@@ -43,7 +43,7 @@ def updates_of_table1():
 source("docs/experiments.md", "Results carry the name of their scale")(lambda: [updates_of_table1()])
 
 
-@source("README.md", "| Wikipedia, five passes |")
+@source("README.md", "| trained for five passes")
 def _():
     for model in ("transformer", "delta", "linear"):
         found = [cell for cell in cells("table2") if cell["config"]["steps"] == 21_000]

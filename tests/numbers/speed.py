@@ -65,7 +65,7 @@ def _():
     yield from (per_key[way]["both_graph_ms"] for way in ("fastweights", "fla chunk", "sdpa"))
 
 
-source("README.md", "The delta rule and its gated forms")(
+source("README.md", "Rows that name no rule")(
     lambda: [row("lm-stock-h200", model="delta")["fast"]["words_per_s"]]
 )
 
