@@ -65,12 +65,10 @@ def _():
     yield from (per_key[way]["both_graph_ms"] for way in ("fastweights", "fla chunk", "sdpa"))
 
 
-source("README.md", "Rows that name no rule")(
-    lambda: [row("lm-stock-h200", model="delta")["fast"]["words_per_s"]]
-)
+source("README.md", "Rows that name no rule")(lambda: [row("lm-stock-h200", model="delta")["fast"]["words_per_s"]])
 
 
-@source("docs/kernels.md", "| batch x length, heads |")
+@source("docs/speed.md", "| batch x length, heads |")
 def _():
     small, medium = SHAPES["small"], SHAPES["medium"]
     long = [SHAPES["2k"], WIDE["2k, wide"], SHAPES["32k"], WIDE["32k, wide"]]
@@ -88,7 +86,7 @@ def _():
             yield milliseconds(where, dtype, "sdpa", f"both_{how}_ms")
 
 
-@source("docs/kernels.md", "In float32 the error is below")
+@source("docs/speed.md", "In float32 the error is below")
 def _():
     checks = [r for r in rows("kernels-h200") if r["part"] == "check" and r["name"].startswith("float32")]
     assert max(error for check in checks for error in check["errors"].values()) < 2e-6
@@ -127,7 +125,7 @@ def size_and_error(found):
     return [f"{found['peak_bytes'] / 2**20:,.0f}", f"{max(found['errors'].values()):.1e}".replace("e-0", "e-")]
 
 
-@source("docs/kernels.md", "| rule | batch x length, heads |")
+@source("docs/speed.md", "| rule | batch x length, heads |")
 def _():
     lines = [["rule", "batch x length, heads", "fastweights", "MiB", "error"]]
     lines[0] += ["fastest other kernel of the rule", "MiB", "error", "softmax attention (PyTorch)"]
@@ -144,7 +142,7 @@ def _():
     return "\n".join([head, "|---" * len(lines[0]) + "|", *body])
 
 
-@source("docs/kernels.md", "- FlashQLA takes")
+@source("docs/speed.md", "- FlashQLA computes")
 def _():
     pairs = {entry["name"]: (others["flashqla"], ours) for entry, ours, others, _ in family() if "flashqla" in others}
     for theirs, ours in pairs.values():
@@ -155,7 +153,7 @@ def _():
     yield from (both_ms(found) for name, pair in pairs.items() if name not in ahead for found in pair)
 
 
-@source("docs/kernels.md", "In all other rows ours")
+@source("docs/speed.md", "In all other rows our")
 def _():
     ratios, ahead = [], {"fla, forward": [], "fla, error": [], "fla, memory": [], "softmax": []}
     for entry, ours, others, softmax in family():
