@@ -60,7 +60,7 @@ def _():
     yield from (fw.feature_map("dpfp", d_key=64, nu=nu).dim for nu in (1, 2, 3))
 
 
-@source("docs/experiments.md", "Results are in the folder of `--out`")
+@source("docs/experiments.md", "Results are written to `--out`")
 def _():
     given = {"corpus": {"name": "", "fingerprint": "", "words": 5_000}, "set": {}}
     shared = {
