@@ -40,7 +40,7 @@ def updates_of_table1():
     return steps
 
 
-source("docs/experiments.md", "Results carry the name of their scale")(lambda: [updates_of_table1()])
+source("docs/experiments.md", "Results carry the name of a scale")(lambda: [updates_of_table1()])
 
 
 @source("README.md", "| trained for five passes")
@@ -60,7 +60,7 @@ def _():
     yield from (fw.feature_map("dpfp", d_key=64, nu=nu).dim for nu in (1, 2, 3))
 
 
-@source("docs/experiments.md", "Results are written to `--out`")
+@source("docs/experiments.md", "Results are written to the folder")
 def _():
     given = {"corpus": {"name": "", "fingerprint": "", "words": 5_000}, "set": {}}
     shared = {
@@ -108,7 +108,7 @@ def _():
 # Language models.
 
 
-@source("docs/training.md", "| preset | what |")
+@source("docs/training.md", "| preset | what it is |")
 def _():
     small, medium = (presets.PRESETS[name]() for name in ("small", "medium"))
     yield from (small.n_layers, small.d_model, presets.RECIPES["small"]["segment"])
@@ -192,7 +192,7 @@ def _():
 source("docs/quick-start.md", "| file | shows |")(lambda: [count_code("examples/character_model.py")])
 
 
-@source("docs/data.md", "| kind | files |")
+@source("docs/data.md", "| kind | what to give")
 def _():
     _, valid, test, end = _ends(100)
     return [valid, test - valid, end - test]
