@@ -93,7 +93,7 @@ def _():
     yield from (WIKITEXT103.words, wikipedia.stride, wikitext2.settings["steps"], wikitext2.stride)
 
 
-@source("docs/experiments.md", "| where | what |")
+@source("docs/experiments.md", "| where | difference |")
 def _():
     best, *others = (table3.PAPER[name] for name in ("delta-nopos", "delta", "delta-norm", "delta-nopos-norm"))
     gaps = sorted(test - valid for valid, test in others)
@@ -217,7 +217,7 @@ def _():
     yield CORPORA["numbers"].options["vocabulary_size"]
 
 
-@source("docs/look.md", "| option | what |")
+@source("docs/look.md", "| option | meaning |")
 def _():
     # The limit counts what is stored; the page's own code is the rest.
     assert 0.5e6 < ROOM < 2e6
