@@ -339,7 +339,7 @@ source("docs/verify.md", "An error is the largest distance")(lambda: [SAFETY])
 # Models of transformers.
 
 
-@source("docs/transformers.md", "| model | what | fallback |")
+@source("docs/transformers.md", "| model | what | plain transformers |")
 def _():
     for entry in rows("transformers-cpu"):
         yield from (entry[key] for key in ("fallback_ms", "fastweights_ms", "speedup", "most"))
