@@ -221,7 +221,7 @@ def _():
         yield 100 * abs(ways["fast"]["valid"]["ppl"] / ways["plain"]["valid"]["ppl"] - 1)
 
 
-@source("docs/training-speed.md", "| model | words/s | file |")
+@source("docs/training-speed.md", "| model | words/s |")
 def _():
     stock = {name: row("lm-stock-h200", model=name) for name in ("delta", "transformer")}
     ways = [stock["delta"]["fast"], stock["transformer"]["fast"], stock["transformer"]["stock"]]
@@ -252,13 +252,13 @@ def _():
     )
 
 
-@source("docs/training-speed.md", "For the paper's small model,")
+@source("docs/training-speed.md", "How fast could")
 def _():
     model, words, _ = small_step()
     return [words, model.n_layers, model.d_model, model.d_ff, BANDWIDTH, OPERATIONS]
 
 
-@source("docs/training-speed.md", "| part | work | floor |")
+@source("docs/training-speed.md", "| part | work | least time |")
 def _():
     model, words, wide = small_step()
     passes, logits = 7 * wide * model.n_layers, 639e6
