@@ -12,9 +12,9 @@ import fastweights
 
 GROUPS = {
     "train": "Train a model; the same command resumes a run that was stopped.",
-    "eval": "Measure a trained model.",
+    "eval": "Evaluate a trained model.",
     "export": "Write a trained model for others to use.",
-    "bench": "Measure speed and memory against rivals in the same run.",
+    "bench": "Measure speed and memory beside rivals in the same run.",
 }
 # Name -> "module:function" in this package, and its line in the list of commands.
 COMMANDS = {
@@ -26,11 +26,11 @@ COMMANDS = {
     "generate": ("commands.generate:generate", "Continue a prompt with a trained language model."),
     "look": ("look.command:look", "Write a page that shows a language model's memory while it reads."),
     "translate": ("commands.translate:translate", "Translate lines of text with a trained translation model."),
-    "export hf": ("commands.export.hf:export_hf", "Write a folder that Hugging Face's transformers reads."),
-    "export onnx": ("commands.export.onnx:onnx", "Write it as ONNX, with its state going in and out."),
-    "export run": ("commands.export.run:export_run", "Write it without what only training needs, with a card."),
+    "export hf": ("commands.export.hf:export_hf", "Write a folder for Hugging Face's transformers."),
+    "export onnx": ("commands.export.onnx:onnx", "Write an ONNX file, with the state as input and output."),
+    "export run": ("commands.export.run:export_run", "Write a compact folder for others to use, with a card."),
     "reproduce": ("commands.reproduce:reproduce", "Train the models behind the paper's figures and tables."),
-    "report": ("commands.reproduce:report", "Draw the plots and the page from the results that there are."),
+    "report": ("commands.reproduce:report", "Draw plots and the results page from existing results."),
     "bench memory": ("benchmarks.memory:run", "Compare the memory on the CPU with other libraries and with GEMM."),
     "bench kernels": ("benchmarks.kernels.command:run", "Check the GPU kernels and time them beside their rivals."),
     "bench retrieval": ("benchmarks.retrieval:run", "Time the exact shortcuts of the retrieval experiments."),
@@ -44,11 +44,11 @@ COMMANDS = {
     "bench mt": ("benchmarks.translation:run", "Time translation models with linear and softmax attention."),
     "bench transformers": (
         "benchmarks.transformers:run",
-        "Time models of transformers with our operators and with theirs.",
+        "Time models of transformers with our operators and with its own.",
     ),
-    "verify": ("commands.verify:verify", "Judge anybody's kernel of a delta rule or of linear attention by float64."),
+    "verify": ("commands.verify:verify", "Check a kernel for linear attention or a delta rule against float64."),
     "info": ("commands.info:info", "Show versions, devices, update rules, feature maps and backends."),
-    "tour": ("commands.tour:tour", "See the update rules side by side; takes seconds."),
+    "tour": ("commands.tour:tour", "See the update rules side by side, in seconds."),
 }
 
 
@@ -96,7 +96,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def _main(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
-    """Fast weights, linear attention and the delta rule: experiments, benchmarks and facts about this machine."""
+    """Fast weights, linear attention and the delta rule: train, inspect, measure and reproduce."""
     if version:
         typer.echo(f"fastweights {fastweights.__version__}")
         raise typer.Exit

@@ -93,11 +93,11 @@ def run(
     ] = "delta,linear,dpfp,transformer",
     device: Device = "auto",
     pasts: Annotated[str, option("Tokens read before the timed ones.")] = "256,4096,65536",
-    threads: Annotated[int, typer.Option(min=0, help="Threads on a CPU; 0 for as many as PyTorch takes.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="Threads on a CPU; 0 for PyTorch's default.")] = 0,
     plot: Annotated[Path | None, option("Draw tokens per second into this file, such as stream.png.", False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time one more word after short and long texts, and count the bytes that are kept of them."""
+    """Time one more word after short and long texts, and count the bytes of the state."""
     device, lengths = pick_device(device), sorted(int(past) for past in pasts.split(","))
     look_up(PRESETS, size, "size")
     names = chosen_names(MIXER_CHOICES, models, "model")

@@ -25,44 +25,42 @@ def data(
         str | None,
         typer.Argument(metavar="KIND", help=f"One of {', '.join(CORPORA)}; --list describes them."),
     ] = None,
-    source: Annotated[Path | None, option("The corpus' files: a folder, a file or a zip archive.", False)] = None,
+    source: Annotated[Path | None, option("Files of the corpus: a folder, a file or a zip archive.", False)] = None,
     out: Annotated[Path | None, option("Folder to write to.", "data/KIND")] = None,
     valid: Annotated[
         Path | None, option("text, ids: validation file; wmt14, parallel: PATH of PATH.en and PATH.de.")
     ] = None,
     test: Annotated[Path | None, option("The same for the test set.")] = None,
-    tokens: Annotated[
-        str | None, option(f"text, embedded: what the text is cut into: {', '.join(TOKENIZERS)}.", "words")
-    ] = None,
+    tokens: Annotated[str | None, option(f"text, embedded: kind of tokens: {', '.join(TOKENIZERS)}.", "words")] = None,
     vocabulary_size: Annotated[
         int | None,
         typer.Option(
             "--vocabulary-size",
             "--vocab",
             "--max-words",
-            help="Largest vocabulary: of words or characters the most frequent, of bpe and sentence pairs all pieces.",
+            help="Largest vocabulary: the most frequent words or characters; for bpe and pairs, the number of pieces.",
             show_default=f"all words or characters; bpe {PIECES}, pairs 32000, numbers 400",
         ),
     ] = None,
     min_count: Annotated[
         int | None,
         option(
-            "text, embedded: rarer words become <unk>, rarer characters are spelled in bytes, rarer pairs not merged.",
+            "text, embedded: rarer words become <unk>, characters are spelled in bytes, pairs are not merged.",
             "1, embedded 3",
         ),
     ] = None,
     source_language: Annotated[
-        str | None, option("parallel: language to translate from, as its files' names end.", "en")
+        str | None, option("parallel: language to translate from, the ending of its file names.", "en")
     ] = None,
     target_language: Annotated[str | None, option("parallel: language to translate to.", "de")] = None,
     pairs: Annotated[int | None, option("numbers: pairs to train on.", "20000")] = None,
     held_out: Annotated[int | None, option("numbers: pairs for validation and for the test.", "500")] = None,
     highest: Annotated[int | None, option("numbers: the highest number.", "999")] = None,
     allow_other: Annotated[
-        bool, typer.Option("--allow-other", help="Take another corpus in the format of KIND, under its own name.")
+        bool, typer.Option("--allow-other", help="Accept another corpus in the format of KIND, under its own name.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Prepare the corpus again even if it is finished.")] = False,
-    list_: Annotated[bool, typer.Option("--list", help="Show the kinds of corpus and where each can be had.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Show the kinds of corpus and where to get them.")] = False,
 ) -> None:
     """Prepare a corpus for training: build its vocabulary, write its tokens, and record counts and checksums."""
     options = {name: value for name, value in locals().items() if any(name in row.options for row in CORPORA.values())}

@@ -48,20 +48,22 @@ def lm(
     protocol: Annotated[
         str,
         option(
-            "segment: as validation in training, takes seconds; sliding: a window moved by --stride words, which takes "
-            "minutes or hours; carried: segments that each continue from the state of the one before."
+            "segment: separate segments, as in validation, takes seconds; sliding: a window that moves by --stride "
+            "words, takes minutes or hours; carried: each segment continues from the state of the previous one."
         ),
     ] = "segment",
-    stride: Annotated[int | None, option("sliding: words from one window to the next.", "1")] = None,
+    stride: Annotated[int | None, option("sliding: words between the starts of two windows.", "1")] = None,
     batch: Annotated[
         int | None, option("Windows at once, or rows of text.", "10; sliding: what fits; carried: 1")
     ] = None,
     segment: Annotated[int | None, option("Words in a segment or window.", "as in training")] = None,
     mem_len: Annotated[int | None, option("xl: words remembered. Table 4 has 15, 64, 128, 384.", "as trained")] = None,
-    clamp_len: Annotated[int | None, option("xl: greatest distance told apart.", "the segment of training")] = None,
+    clamp_len: Annotated[
+        int | None, option("xl: largest distance that is distinguished.", "the segment of training")
+    ] = None,
     checkpoint: Which = "best",
     data: Data = None,
-    text: Annotated[Path | None, option("Score this text in UTF-8 in place of a split of the corpus.", False)] = None,
+    text: Annotated[Path | None, option("Score this UTF-8 text instead of a split of the corpus.", False)] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -136,13 +138,13 @@ def mt(
     batch: Annotated[int | None, option("Sentences at once.", "as many as suit the device")] = None,
     checkpoint: Which = "best",
     data: Data = None,
-    out: Annotated[Path | None, option("Write the translations to this file too, a line each.", "nowhere")] = None,
+    out: Annotated[Path | None, option("Also write the translations to this file, one per line.", "nowhere")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Translate a split, print its BLEU score with sacreBLEU's signature, and keep it as JSON in RUN/eval.
 
-    The score is that of the text as people write it, against the references as they were read.
+    The score is computed on plain text, against the unmodified references.
     """
     with run_errors():
         require("sacrebleu", "tokenizers")

@@ -20,21 +20,26 @@ from fastweights.training.runs.trained import TrainedLanguageModel
 def generate(
     run: LanguageFolder,
     prompt: Annotated[
-        str, option("The beginning of the text; for a model of words with spaces around them. Empty for a new line.")
+        str,
+        option("The beginning of the text; for models of words, separate words by spaces. Empty starts a new line."),
     ] = "",
-    tokens: Annotated[int, option("Tokens to add: words, pieces, characters or bytes, as the model has them.")] = 100,
-    temperature: Annotated[float, option("Below 1 more predictable; 0 takes the most likely token.")] = 1.0,
-    top_k: Annotated[int | None, option("Only the k most likely tokens.")] = None,
-    top_p: Annotated[float | None, option("Only the likeliest tokens that together reach p.")] = None,
+    tokens: Annotated[
+        int, option("Tokens to add: words, byte pairs, characters or bytes, depending on the model.")
+    ] = 100,
+    temperature: Annotated[float, option("Below 1: more predictable; 0: always the most likely token.")] = 1.0,
+    top_k: Annotated[int | None, option("Sample from the k most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None, option("Sample from the most likely tokens that together have probability p.")
+    ] = None,
     seed: Annotated[int, option("The same seed gives the same text.")] = 0,
     checkpoint: Which = "best",
     data: Annotated[Path | None, option("The corpus, if RUN has no copy of its tokenizer.")] = None,
     device: Device = "auto",
 ) -> None:
-    """Continue a prompt with a trained language model, printing it as it comes.
+    """Continue a prompt with a trained language model, and print each token as it comes.
 
-    A model with fast weights keeps a memory of one size however long the text. One whose positions run backward from
-    the end of a window, as those of the paper do, reads the last tokens again for each new one.
+    A model with fast weights keeps a memory of constant size, however long the text. A model whose positions count
+    backward from the end of a window, as in the paper, reads the last tokens again for each new one.
     """
     with run_errors():
         if tokens < 1:

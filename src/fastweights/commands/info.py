@@ -26,7 +26,7 @@ def info(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show versions, devices, and every rule, feature map and backend with what it can do here."""
+    """Show versions, devices, and every rule, feature map and backend, with what works on this machine."""
     if check_kernels and as_json:
         raise typer.BadParameter("--check prints a table; leave --json out")
     if check_kernels:

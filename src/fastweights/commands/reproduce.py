@@ -42,22 +42,26 @@ Plan = tuple[Experiment, list[Cell], Path | None]
 """An experiment, its cells to be trained, and the folder of its data."""
 
 Load = Annotated[
-    list[Path] | None, typer.Option(metavar="FILE", help="A Python file that registers experiments of your own.")
+    list[Path] | None, typer.Option(metavar="FILE", help="A Python file that registers your own experiments.")
 ]
 Out = Annotated[Path, typer.Option(help="Folder of the results.", show_default=True)]
 
 
 def reproduce(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Figures and tables, or 'all'.")] = None,
-    list_: Annotated[bool, typer.Option("--list", help="Show what there is, its cost, and what has been run.")] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", help="Show all experiments, what they cost, and which have been run.")
+    ] = False,
     as_json: AsJson = False,
     scale: Annotated[
         str,
         typer.Option(help="smoke (seconds), small (minutes), paper, code (its released code), or a stand-in's name."),
     ] = "small",
     models: Annotated[str | None, typer.Option(help="Only these models, separated by commas.")] = None,
-    sizes: Annotated[str | None, typer.Option(help="These sizes in place of the scale's: 20,40 keys, or D.")] = None,
-    seeds: Annotated[str | None, typer.Option(help="These seeds in place of the scale's: 1,2,3.")] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="These sizes instead of the scale's: numbers of keys such as 20,40, or D.")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="These seeds instead of the scale's, such as 1,2,3.")] = None,
     device: Device = "auto",
     jobs: Annotated[
         int | None,
@@ -67,7 +71,10 @@ def reproduce(
     ] = None,
     data: Annotated[
         list[Path] | None,
-        typer.Option(metavar="DIR", help="A prepared corpus for scales paper and code; each table takes its own."),
+        typer.Option(
+            metavar="DIR",
+            help="A prepared corpus for scales paper and code; repeat it for tables that need different ones.",
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -78,11 +85,12 @@ def reproduce(
         typer.Option(metavar="I/N", help="Train the I-th of N parts of the models, for a sweep on N machines."),
     ] = None,
     keep_runs: Annotated[
-        bool, typer.Option("--keep-runs", help="Leave trained models in OUT/NAME/runs; they can be used as any run.")
+        bool,
+        typer.Option("--keep-runs", help="Keep trained models in OUT/NAME/runs, where they can be used like any run."),
     ] = False,
     load: Load = None,
     out: Out = Path("reproduced"),
-    force: Annotated[bool, typer.Option("--force", help="Train again what is already known.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Train models again that have results already.")] = False,
 ) -> None:
     """Train the models behind figures and tables of the paper, draw them, and say which of its statements hold.
 
@@ -134,16 +142,14 @@ def reproduce(
 
 def report(
     out: Out = Path("reproduced"),
-    loss: Annotated[str, typer.Option(help="The loss that counts: the best of a run, or its last.")] = "best",
+    loss: Annotated[str, typer.Option(help="Which loss of a run counts: best or last.")] = "best",
     data: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Say of results that were made with this corpus which sets they are scored on.", metavar="DIR"
-        ),
+        typer.Option(help="A corpus whose set names are added to results that were made with it.", metavar="DIR"),
     ] = None,
     load: Load = None,
 ) -> None:
-    """Draw the plots and the page from whatever results there are, without training anything."""
+    """Draw the plots and the results page from existing results, without training anything."""
     with input_errors(_BAD_INPUT):
         metric = look_up({"best": "best_loss", "last": "last_loss"}, loss, "loss")
         store = _open(out, load)

@@ -104,7 +104,9 @@ class TrainingOptions:
     ] = None
     eval_every: Annotated[int | None, own("Updates between validations.", "a tenth of them, or fewer")] = None
     checkpoint_every: Annotated[int | None, own("Updates between checkpoints.", "every ten minutes")] = None
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; a run in the folder is moved aside.")] = False
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start a new run; an existing run in the folder is moved aside.")
+    ] = False
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -131,8 +133,8 @@ def lm(
         Path | None, own("A prepared corpus.", f"{PIECES} for quick, {EMBEDDED} for others, prepared on first use")
     ] = None,
     rule: Annotated[str | None, own(f"Update rule: {', '.join(RULES)}.", "the mixer's")] = None,
-    nu: Annotated[int | None, own("dpfp: its parameter ν.", "1")] = None,
-    features: Annotated[int | None, own("performer: its number m of random features.", "d_head / 2")] = None,
+    nu: Annotated[int | None, own("dpfp: parameter ν.", "1")] = None,
+    features: Annotated[int | None, own("performer: number m of random features.", "d_head / 2")] = None,
     normalization: Annotated[str | None, own(f"One of {', '.join(NAMES['normalization'])}.", "the rule's")] = None,
     positions: Annotated[
         str | None,
@@ -141,11 +143,13 @@ def lm(
     context: Annotated[
         str | None,
         own(
-            "limited: each segment stands alone; carried: it continues from the one before.",
+            "limited: each segment starts with an empty memory; carried: it continues from the previous one.",
             "carried for quick and xl, else limited",
         ),
     ] = None,
-    documents: Annotated[str | None, own(f"Where a carried state is emptied: {', '.join(DOCUMENTS)}.", "none")] = None,
+    documents: Annotated[
+        str | None, own(f"carried: where the memory is emptied: {', '.join(DOCUMENTS)}.", "none")
+    ] = None,
     out: Annotated[Path | None, own("Folder of the run.", "runs/PRESET-MIXER")] = None,
     batch: Annotated[int | None, own("Segments in a batch, over all devices.")] = None,
     length: Annotated[int | None, own("Tokens in a segment.")] = None,
@@ -195,17 +199,20 @@ def mt(
     preset: Annotated[str, preset_option(MT_PRESETS)] = "quick",
     attention: Annotated[
         str | None,
-        own(f"Attention wherever no other is chosen: {', '.join(ATTENTIONS)}.", "linear for quick, softmax for others"),
+        own(
+            f"Attention everywhere, unless an option below says otherwise: {', '.join(ATTENTIONS)}.",
+            "linear for quick, softmax for others",
+        ),
     ] = None,
     data: Annotated[Path | None, own("Prepared pairs.", f"{NUMBERS}, prepared on first use")] = None,
     encoder: Annotated[str | None, own("Attention within the source.", "--attention")] = None,
-    decoder: Annotated[str | None, own("Attention of the target to its past.", "--attention")] = None,
-    cross: Annotated[str | None, own("Attention of the target to the source.", "--attention")] = None,
-    features: Annotated[int | None, own("performer: its number m of random features.", "4 d_head")] = None,
-    nu: Annotated[int | None, own("dpfp: its parameter ν.", "2")] = None,
+    decoder: Annotated[str | None, own("Attention from the target to its past.", "--attention")] = None,
+    cross: Annotated[str | None, own("Attention from the target to the source.", "--attention")] = None,
+    features: Annotated[int | None, own("performer: number m of random features.", "4 d_head")] = None,
+    nu: Annotated[int | None, own("dpfp: parameter ν.", "2")] = None,
     rule: Annotated[str | None, own(f"Update rule of the decoder's fast weights: {', '.join(RULES)}.", "sum")] = None,
     out: Annotated[Path | None, own("Folder of the run.", "runs/mt-PRESET-ATTENTION")] = None,
-    tokens: Annotated[int | None, own("Tokens in a batch on either side, padding included, over all devices.")] = None,
+    tokens: Annotated[int | None, own("Tokens in a batch on either side, including padding, over all devices.")] = None,
     list_: Annotated[bool, list_option(MT_PRESETS, MT_RECIPES, MT_FIELDS)] = False,
     *,
     training: TrainingOptions,

@@ -29,9 +29,11 @@ def translate(
     beam: Beam = 4,
     length_penalty: LengthPenalty = 0.6,
     n_best: Annotated[
-        int, option("Translations of each line; from 2 on as LINE, SCORE and TEXT with tabs between.")
+        int, option("Translations of each line; with 2 or more, print LINE, SCORE and TEXT separated by tabs.")
     ] = 1,
-    max_length: Annotated[int | None, option("Most tokens of a translation.", "50 more than the line has")] = None,
+    max_length: Annotated[
+        int | None, option("Largest number of tokens in a translation.", "50 more than the line has")
+    ] = None,
     batch: Annotated[int | None, option("Lines at once.", "as many as suit the device")] = None,
     checkpoint: Which = "best",
     device: Device = "auto",
@@ -39,7 +41,7 @@ def translate(
         bool, typer.Option("--graph", help="Capture steps as CUDA graphs; for decoders with fast weights on a GPU.")
     ] = False,
 ) -> None:
-    """Translate standard input to standard output, one line for each line; empty lines stay empty.
+    """Translate standard input to standard output, line by line; empty lines stay empty.
 
     All lines that have arrived are translated together, in batches of similar length, without waiting for more.
     """

@@ -48,47 +48,47 @@ MEASURE = (
 
 
 def verify(
-    function: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="What to judge.")],
+    function: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="The function to check.")],
     convention: Annotated[
-        str | None, typer.Option("--as", help=f"How it is called: {', '.join(NAMES)}.", show_default="by its arguments")
+        str | None, typer.Option("--as", help=f"Its interface: {', '.join(NAMES)}.", show_default="by its arguments")
     ] = None,
     rule: Annotated[
         str | None, option(f"What it computes: {', '.join(RECURRENCES)}.", "by the function's name")
     ] = None,
     cases: Annotated[
-        list[str] | None, typer.Option("--case", help="Run the cases with this in their names only; may be repeated.")
+        list[str] | None, typer.Option("--case", help="Run only cases whose names contain this; repeatable.")
     ] = None,
     without: Annotated[
-        list[str] | None, typer.Option("--without", help="Leave out cases with this in their names; may be repeated.")
+        list[str] | None, typer.Option("--without", help="Leave out cases whose names contain this; repeatable.")
     ] = None,
     keywords: Annotated[
         list[str] | None,
-        typer.Option("--with", metavar="NAME=VALUE", help="Give the function this argument, too; may be repeated."),
+        typer.Option("--with", metavar="NAME=VALUE", help="Also pass this argument to the function; repeatable."),
     ] = None,
     dtype: Annotated[str | None, option(f"{', '.join(DTYPES)}.", "float32, on a GPU bfloat16")] = None,
     device: Device = "auto",
-    seed: Annotated[int, option("Of the random inputs.")] = 0,
+    seed: Annotated[int, option("Seed of the random inputs.")] = 0,
     head_size: Annotated[
-        int, typer.Option(min=1, help="Keys and values, except in cases about sizes, have this many channels.")
+        int, typer.Option(min=1, help="Channels of keys and values, except in cases about sizes.")
     ] = HEAD_SIZE,
     processes: Annotated[
         int | None,
-        typer.Option(min=0, help="Judge cases in this many other processes.", show_default="0, on a GPU 1"),
+        typer.Option(min=0, help="Number of separate processes that run the cases.", show_default="0, on a GPU 1"),
     ] = None,
-    limit: Annotated[float, option("Seconds that a case may take in another process.")] = 300.0,
+    limit: Annotated[float, option("Seconds that a case may take in a separate process.")] = 300.0,
     tune_over: Annotated[
         int | None,
-        typer.Option(min=1, help="Let Triton tune kernels over this many configurations, where there are more."),
+        typer.Option(min=1, help="Largest number of configurations over which Triton tunes a kernel."),
     ] = None,
     out: Annotated[Path | None, option("Write the verdicts to this JSON file.", False)] = None,
     json: AsJson = False,
 ) -> None:
-    """Judge a function by float64 over hard cases: decays, lengths, packing, splits, states, gradients, NaN.
+    """Check a function against float64 on hard cases: decays, lengths, packing, splits, states, gradients, NaN.
 
-    Functions of flash-linear-attention, of transformers and of this package are called as they are; others take the
-    arguments of flash-linear-attention, as far as they have them. What a function has no argument for or refuses is
-    "not supported". A case that crashes or hangs in another process is an error, and ends nothing else. The exit status
-    is 0 if something was right and nothing inexact, wrong or an error, and 1 otherwise.
+    Functions of flash-linear-attention, transformers and this package are recognised by their arguments. Give your own
+    function the argument names of flash-linear-attention. A case that it has no argument for, or refuses, is "not
+    supported". A case that crashes or hangs in a separate process is an error and does not stop the others. The exit
+    status is 0 if at least one case is right and none is inexact, wrong or an error, and 1 otherwise.
     """
     start = time.perf_counter()
     sys.path.insert(0, "")

@@ -25,7 +25,7 @@ def look(
     text: Annotated[Path | None, option("File with the text to read.", False)] = None,
     prompt: Annotated[str | None, option("The text itself.", False)] = None,
     out: Annotated[Path, option("HTML file to write.")] = Path("look.html"),
-    tokens: Annotated[int, option("Most tokens to read; a longer text is cut.")] = 200,
+    tokens: Annotated[int, option("Largest number of tokens to read; a longer text is cut.")] = 200,
     layers: Annotated[
         str, option("Layers to record, such as 1,4,6.", "all, or as many as fit into a page of 2 MB")
     ] = "",

@@ -194,16 +194,20 @@ def _seconds(row: dict[str, Any]) -> str:
 
 def run(
     out: Out = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Measure two rows and check few kernels only.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure only two rows, and check only a few kernels.")
+    ] = False,
     rivals: Annotated[
         str, option(f"Rivals, from {', '.join(RIVALS)}; fla first tunes itself for a minute.")
     ] = "sdpa,chunked",
     rows: Annotated[
         list[str] | None,
-        typer.Option("--row", help="Measure the row of this name, or those with this in their names; repeatable."),
+        typer.Option(
+            "--row", help="Measure only the row with this name, or all rows whose names contain it; repeatable."
+        ),
     ] = None,
     parts: Annotated[
-        list[str] | None, typer.Option("--part", help=f"Do only this, of {', '.join(PARTS)}; may be repeated.")
+        list[str] | None, typer.Option("--part", help=f"Do only this: {', '.join(PARTS)}; repeatable.")
     ] = None,
     ahead: Annotated[
         int, typer.Option(min=0, help="Processes that compile everything before anything is timed; 0: at first calls.")

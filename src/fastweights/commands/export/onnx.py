@@ -19,7 +19,9 @@ LIMIT = 1e-5
 def onnx(
     run: LanguageFolder,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, such as model.onnx.")],
-    step: Annotated[bool, typer.Option("--step", help="Take one token, for decoding, instead of any number.")] = False,
+    step: Annotated[
+        bool, typer.Option("--step", help="Accept one token, for decoding, instead of any number.")
+    ] = False,
     operators: Annotated[
         str,
         option(
@@ -31,8 +33,8 @@ def onnx(
 ) -> None:
     """Write a language model as ONNX: tokens and state go in, log probabilities and the new state come out.
 
-    The file is then run under ONNX Runtime and compared with PyTorch; not so with `--operators standard`, which ONNX
-    Runtime does not take yet.
+    The file is then run in ONNX Runtime and compared with PyTorch, except with `--operators standard`, which ONNX
+    Runtime does not support yet.
     """
     with run_errors():
         require("onnx", "onnxruntime", "onnxscript")

@@ -21,7 +21,7 @@ def export_run(
     note: Annotated[str, option("Text for the card: what the model is, its data and their licence.")] = "",
     checkpoint: Which = "best",
 ) -> None:
-    """Write a trained model without what only training needs, with its tokenizer, its scores and a card.
+    """Write a trained model without the files that only training needs, with its tokenizer, its scores and a card.
 
     The folder can be used wherever the folder of a run can: by eval, generate, translate and `fastweights.load`.
     """
