@@ -1,7 +1,7 @@
 """Train a character model with fast weights in place of attention, then let it write: about half a minute on a CPU.
 
-python examples/character_model.py                      # reads Python's own documentation
-python examples/character_model.py book.txt 1000        # a text of yours, and more steps
+python examples/character_model.py                      # learns Python's own documentation
+python examples/character_model.py book.txt 1000        # your own text, and more steps
 """
 
 import sys
@@ -57,7 +57,7 @@ for step in range(1, steps + 1):
     loss.backward()
     optimizer.step()
     if step % 25 == 0:
-        print(f"step {step}: loss {loss.item():.2f} nats a character", flush=True)
+        print(f"step {step}: loss {loss.item():.2f} nats per character", flush=True)
 
 token, states = tokens[:1].view(1, 1), (None,) * LAYERS
 with torch.no_grad():

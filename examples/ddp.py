@@ -1,8 +1,8 @@
 """Train one layer in several processes with DistributedDataParallel; every process sees its share of the data.
 
-    torchrun --nproc-per-node 2 examples/ddp.py            # two CPU processes, or two GPUs where there are two
+    torchrun --nproc-per-node 2 examples/ddp.py            # two CPU processes, or two GPUs if there are two
 
-The averaged gradients of all processes are those of the whole batch in one process, which is what this prints.
+It prints how much the averaged gradients differ from those of the whole batch in one process: only by rounding.
 """
 
 import os

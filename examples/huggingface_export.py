@@ -1,4 +1,4 @@
-"""Write the model that comes with the package as a folder of Hugging Face, and use that with transformers alone.
+"""Export the demo model as a Hugging Face folder, then use it with transformers.
 
 pip install '.[hf]'
 python examples/huggingface_export.py [FOLDER]

@@ -1,11 +1,11 @@
-"""Put fast weights in the place of attention in GPT-2 of Hugging Face, train it a little, and let it write.
+"""Replace attention by fast weights in GPT-2 from Hugging Face, train it a little, and let it write.
 
     pip install '.[hf]'
     python examples/huggingface_gpt2.py
 
 The model is made from a configuration, so nothing is downloaded. To start from pretrained weights, replace the line
-that makes it by `GPT2LMHeadModel.from_pretrained("gpt2")`: embeddings and feed-forward layers keep what they have
-learned, and the new layers have to learn.
+that makes it by `GPT2LMHeadModel.from_pretrained("gpt2")`. Embeddings and feed-forward layers keep what they have
+learned; the new layers must be trained.
 """
 
 from pydoc_data.topics import topics
@@ -53,7 +53,7 @@ for step in range(1, 61):
     loss.backward()
     optimizer.step()
     if step % 20 == 0:
-        print(f"step {step}: loss {loss.item():.2f} nats a byte")
+        print(f"step {step}: loss {loss.item():.2f} nats per byte")
 
 written = model.eval().generate(text[None, :20], max_new_tokens=60, do_sample=True, pad_token_id=0)
 print(bytes(written[0].tolist()).decode(errors="replace"))

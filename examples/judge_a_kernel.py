@@ -1,6 +1,6 @@
-"""Judge a kernel of one's own by float64: the same bench as `fastweights verify MODULE:FUNCTION`, in Python.
+"""Check your own kernel against float64: the same as `fastweights verify MODULE:FUNCTION`, in Python.
 
-This gated delta rule is right for whole sequences, and forgets the state that it is given.
+This gated delta rule is right for whole sequences, but ignores the initial state.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Look inside a trained model: from which earlier tokens its memories read, and a page on which to watch them.
+"""Look inside a trained model: which earlier tokens its memories read from, and a page to watch them.
 
 python examples/look_inside.py [OUT.html]
 """

@@ -1,4 +1,4 @@
-"""A memory, what is in it, and how to change it: the probes of `fw.probe` on random associations."""
+"""Fill a memory, look at what it contains, and edit it, with `fw.probe` on random associations."""
 
 import torch
 

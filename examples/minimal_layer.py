@@ -1,4 +1,4 @@
-"""Train one fast-weight layer to recall the value last paired with a key, by the sum rule and by the delta rule.
+"""Train one fast-weight layer to recall the last value of a key, with the sum rule and with the delta rule.
 
 Keys return with new values within a sequence, so the memory has to overwrite; the sum rule can only add.
 """

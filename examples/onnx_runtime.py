@@ -1,6 +1,6 @@
-"""Write a language model as ONNX and let ONNX Runtime continue a text, without PyTorch after the export.
+"""Export a language model as ONNX and let ONNX Runtime continue a text, without PyTorch after the export.
 
-A prompt is read at once by one file, and continued token by token by another; the state goes from call to call.
+One file reads a prompt at once, another continues it token by token. The state passes from call to call.
 """
 
 import tempfile
@@ -27,7 +27,7 @@ def run(session, tokens, state):
     return log_probs, {name.replace("present", "past"): x for name, x in zip(names, after, strict=True)}
 
 
-# Zeros are the state before the first token; the batch, 1 here, may be any.
+# The state before the first token is all zeros; the batch size, 1 here, is arbitrary.
 state = {x.name: np.zeros([1, *x.shape[1:]], np.float32) for x in prompt.get_inputs()[1:]}
 log_probs, state = run(prompt, np.array([[3, 14, 15, 9, 26]]), state)
 text = [int(log_probs[0, -1].argmax())]

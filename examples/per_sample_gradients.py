@@ -1,6 +1,6 @@
 """Compute the gradient of every sample of a batch at once with torch.func, as differentially private training does.
 
-The memory can be transformed by `vmap`, `grad`, `jvp` and `jacrev` like any function of PyTorch.
+`vmap`, `grad`, `jvp` and `jacrev` work on the memory as on any function of PyTorch.
 """
 
 import torch
@@ -22,7 +22,7 @@ def loss_of(parameters: dict[str, torch.Tensor], x: torch.Tensor, target: torch.
 
 gradients = vmap(grad(loss_of), in_dims=(None, 0, 0))(parameters, x, target)
 for name, gradient in gradients.items():
-    print(f"{name}: {tuple(gradient.shape)}, one gradient a sample")
+    print(f"{name}: {tuple(gradient.shape)}, one gradient per sample")
 
 # The same, one sample after another.
 for i in range(len(x)):

@@ -16,7 +16,7 @@ for text in (" the audience.", " nobody else."):
     stream.feed(text)
     print(f"{text!r}: log p of its first token {log_p:.2f}, then {stream.position} tokens read")
 
-# As if neither had ever been fed: not one bit differs.
+# As if neither had ever been fed: every bit is the same.
 stream.roll_back(here)
 assert torch.equal(stream.log_probs, before)
 

@@ -49,7 +49,7 @@ def speculative(large, small, prompt, count, ahead=3):
     checker, proposer = fw.Stream(large), fw.Stream(small, snapshot_last=ahead + 2)
     text, calls = [int(checker.feed(prompt).argmax())], 1
     proposer.feed(prompt)
-    base, unread = checker.snapshot(), text[:]  # tokens that the large model has not read for good
+    base, unread = checker.snapshot(), text[:]  # tokens that the large model has not finally read
     proposer_unread = text[:]
     while len(text) < count:
         proposals = []
@@ -59,7 +59,7 @@ def speculative(large, small, prompt, count, ahead=3):
         best = checker.feed_each(unread + proposals)[len(unread) - 1 :].argmax(-1).tolist()
         calls += 1
         agreed = next((i for i in range(ahead) if proposals[i] != best[i]), ahead)
-        text += best[: agreed + 1]  # what both say, and one token more that only the large model knows
+        text += best[: agreed + 1]  # what both agree on, and one more token from the large model
         if agreed == ahead:
             base, unread, proposer_unread = checker.snapshot(), best[-1:], [proposals[-1], best[-1]]
         else:

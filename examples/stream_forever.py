@@ -16,7 +16,7 @@ with torch.no_grad():
         if t % 1000 == 999:
             print(f"token {t + 1}: state of {state.nbytes} bytes, |y| = {y.norm():.3f}")
 
-# The state can be saved and the stream taken up elsewhere.
+# The state can be saved, and the stream continued elsewhere.
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "stream.safetensors"
     state.save(path)

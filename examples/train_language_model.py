@@ -4,7 +4,7 @@
     python examples/train_language_model.py book.txt --steps 2000 --carried
 
 The rows of a batch are read from beginning to end, one segment after another. With `--carried` each segment starts from
-the memory that the one before it left; without, every segment starts from an empty memory.
+the memory that the previous one left. Without it, every segment starts from an empty memory.
 """
 
 import argparse
@@ -61,9 +61,9 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        state = state.detach()  # carry what was read, not the gradients
+        state = state.detach()  # carry the memory, but not the gradients
         if (step + 1) % 20 == 0 or step + 1 == options.steps:
-            print(f"step {step + 1}: loss {loss.item():.3f} nats a character")
+            print(f"step {step + 1}: loss {loss.item():.3f} nats per character")
 
     stream = fw.Stream(model.eval())
     token = tokens[0]

@@ -1,4 +1,4 @@
-"""Let a gated-delta model of Hugging Face's transformers compute with this package, and pack documents into one row.
+"""Run a gated-delta model of Hugging Face's transformers with our operators, and pack documents into one row.
 
 pip install '.[hf]'
 python examples/transformers_patch.py
