@@ -388,7 +388,7 @@ def test_what_a_smaller_budget_finds_decides_nothing(name):
         for scale in ("smoke", "small", *language_tables.STAND_INS):
             judged = table.judge(scale, results(name, scores, scale))
             assert {claim.verdict for claim in judged} <= {BEYOND_SCALE, "not run"} and judged[0].holds is None
-            assert judged[0].needs == "the paper's steps on WikiText-103: scale paper"
+            assert judged[0].needs == "the paper's steps on WikiText-103, at scale paper"
         assert table.judge("paper", results(name, scores))[0].holds is (way == 1)
         short = [record(cell, metrics(*scores[cell.config["model"]])) for cell in cells(name, steps=399_999)]
         assert all(claim.holds is None for claim in table.judge("paper", Results(short)))

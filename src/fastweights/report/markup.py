@@ -115,4 +115,4 @@ def statements(claims: Sequence[Claim]) -> str:
     head = "".join(f'<th scope="col">{name}</th>' for name in ("statement of the paper", "ours", "paper", "verdict"))
     table = f'<table class="claims"><thead><tr>{head}</tr></thead>\n<tbody>{"".join(rows)}</tbody></table>'
     needs = dict.fromkeys(claim.needs for claim in claims if claim.verdict == BEYOND_SCALE)
-    return table + "".join(f'<p class="small">{sentence(BEYOND_SCALE)}; it takes {text(need)}.</p>' for need in needs)
+    return table + "".join(f'<p class="small">{sentence(BEYOND_SCALE)}. That needs {text(need)}.</p>' for need in needs)

@@ -26,8 +26,8 @@ def page(chapters: Sequence[Chapter]) -> str:
     body = f"""<header>
 <p class="kicker">fastweights results</p>
 <h1>Linear Transformers Are Secretly Fast Weight Programmers, reproduced</h1>
-<p>The figures and tables of the paper by Schlag, Irie and Schmidhuber (ICML 2021), trained again with this library.
-What the paper says of each is judged by our numbers: {escape(_total(chapters))}.</p>
+<p>Every figure and table of the paper by Schlag, Irie and Schmidhuber (ICML 2021), trained again with this library and
+compared with what the paper says. {escape(_total(chapters))}.</p>
 {_headline(chapters)}
 </header>
 <main>
@@ -42,7 +42,7 @@ What the paper says of each is judged by our numbers: {escape(_total(chapters))}
 
 def _total(chapters: Sequence[Chapter]) -> str:
     claims = [claim for chapter in chapters for claim in chapter.claims]
-    return f"of {len(claims)} statements, {tally(claims)}"
+    return f"Of {len(claims)} statements, {tally(claims)}"
 
 
 def _headline(chapters: Sequence[Chapter]) -> str:
@@ -52,7 +52,7 @@ def _headline(chapters: Sequence[Chapter]) -> str:
     rest = [chapter for chapter in chapters if chapter.scale is None]
     cards = (
         ("full", "At full scale", "the paper's data and training", full),
-        ("part", "On other data or with less training", "too little to compare with the paper's numbers", part),
+        ("part", "On other data or with less training", "not comparable with the paper's numbers", part),
         ("rest", "Not run", "", rest),
     )
     shown = "".join(_card(*card) for card in cards if card[-1] or card[0] == "full")

@@ -16,8 +16,8 @@ from fastweights.report.rows import format_number, format_seconds, losses
 # What a plot of that kind shows, where the numbers of the table are others.
 _DRAWN = {
     "scatter": "{loss} evaluation loss",
-    "perplexity": "validations during training, segment by segment, not as the table is scored",
-    "learning": "validations during training, not as the table is scored",
+    "perplexity": "validation during training, in separate segments; the table is scored differently",
+    "learning": "validation during training; the table is scored differently",
 }
 _FORMS = {"surfaces": "Surface plot", "scatter": "Scatter plot", "bars": "Bar chart"}
 
@@ -66,7 +66,7 @@ def _results(chapter: Chapter, scale: str, seen: Seen) -> Iterator[str]:
 def _run_line(chapter: Chapter) -> str:
     """Say in a line what the numbers are and what they show."""
     compared = chapter.experiment.table is not None and not chapter.is_full
-    about = " The paper's numbers are of its own data and training." if compared else ""
+    about = " The paper's numbers come from its own data and training." if compared else ""
     return f'<p class="run"><strong>{text(sentence(chapter.label))}.</strong>{about} {pills(chapter.claims)}</p>'
 
 
@@ -74,7 +74,7 @@ def _difference(chapter: Chapter, shown: Chapter) -> str:
     """Name the inputs of these cells that differ from those of the others."""
     given, before = map(_given, (chapter, shown))
     names = [*given, *(name for name in before if name not in given)]
-    return ", ".join(f"{n} = {given.get(n, 'as usual')}" for n in names if given.get(n) != before.get(n))
+    return ", ".join(f"{n} = {given.get(n, 'the default')}" for n in names if given.get(n) != before.get(n))
 
 
 def _given(chapter: Chapter) -> dict[str, str]:
@@ -109,8 +109,8 @@ def _trained_on(chapter: Chapter) -> str:
     names = {"valid": "validation set", "test": "test set"}
     scored = [f"{what} {sets[split]}" for split, what in names.items() if split in sets]
     said = f"{chapter.experiment.measure} of models trained on {ours}"
-    said += f"; {', '.join(scored)}." if scored else ", scored on the validation and test set it was prepared with."
-    return said + (f" The paper's are trained and scored on {theirs}." if ours != theirs else "")
+    said += f"; {', '.join(scored)}." if scored else ", scored on its own validation and test sets."
+    return said + (f" The paper's models are trained and scored on {theirs}." if ours != theirs else "")
 
 
 def _figure(chapter: Chapter) -> str:
@@ -124,7 +124,11 @@ def _figure(chapter: Chapter) -> str:
     axes = "" if form == "surfaces" else axes
     alt = f"{_FORMS.get(form, 'Line plot')}{axes} for {models}." + (f" {verdicts}." if verdicts else "")
     kind = _DRAWN.get(form, "").format(loss=results.loss.split("_")[0])
-    limits = "dotted lines mark d_dot, the most keys that a memory can keep apart" if _marks_limits(chapter) else ""
+    limits = (
+        "dotted lines mark d_dot, the largest number of keys that a memory can keep apart"
+        if _marks_limits(chapter)
+        else ""
+    )
     seeds = len({record.config["seed"] for record in results.records})
     spread = f"mean and range over {seeds} seeds" if seeds > 1 else ""
     caption = text(sentence("; ".join(filter(None, (kind, spread, limits)))))
@@ -147,7 +151,7 @@ def _how(chapter: Chapter, scale: str, seen: Seen) -> str:
     planned = len(experiment.grid(scale))
     corpora = {r.config["corpus"]["name"]: r.config["corpus"] for r in records if "corpus" in r.config}
     differences = _departures(chapter, scale)
-    protocol = SCALES.get(scale, SCALES["paper"]) + (", but for what is listed below" if differences else "")
+    protocol = SCALES.get(scale, SCALES["paper"]) + (", except for what is listed below" if differences else "")
     entries = {
         "command": f"<code>{escape(_command(chapter, scale))}</code>",
         "protocol": escape(protocol),
@@ -185,7 +189,7 @@ def _note(chapter: Chapter, scale: str, seen: Seen) -> str:
     before = {seen[said].name: seen[said] for said in sentences if said in seen}
     seen.update(dict.fromkeys(new, chapter))
     links = ", ".join(f'<a href="#{c.experiment.name}">{escape(name)}</a>' for name, c in before.items())
-    more = f" {'Otherwise as' if new else 'As'} under {links}." if before else ""
+    more = f" {'Otherwise as' if new else 'As'} in {links}." if before else ""
     return f"<p>{text(' '.join(new))}{more}</p>" if sentences else ""
 
 
@@ -196,7 +200,7 @@ def _departures(chapter: Chapter, scale: str) -> str:
     try:
         found = chapter.experiment.departures(chapter.results.records)
     except (ValueError, KeyError):
-        return "<p>These results are of an older configuration, which cannot be compared with the paper's.</p>"
+        return "<p>These results come from an older configuration, which cannot be compared with the paper's.</p>"
     if not found:
         return ""
     rows = ((name, _values(ours), _values(theirs)) for name, (ours, theirs) in found.items())
@@ -227,12 +231,12 @@ def _samples(chapter: Chapter) -> str:
     for number, (source, reference, _) in enumerate(next(iter(found.values()))):
         rows += [("source", source), ("reference", reference)]
         rows += [(chapter.experiment.models[model], samples[number][2]) for model, samples in found.items()]
-    return details("Translations", words(("", "first sentences that were scored"), rows))
+    return details("Translations", words(("", "the first sentences that were scored"), rows))
 
 
 def _data(chapter: Chapter) -> str:
     header, *rows = losses(chapter.experiment, chapter.results)
     table, said = fold(Table(tuple(header), tuple(map(tuple, rows))))
-    source = f"Rounded; every digit is in <code>{chapter.experiment.name}/results.json</code> and the files beside it."
+    source = f"Rounded. <code>{chapter.experiment.name}/results.json</code> and the files beside it have every digit."
     label = f"{chapter.name}: every result"
     return details("All results", f'{scrolled(numbers(table), label)}<p class="small">{text(said)} {source}</p>')

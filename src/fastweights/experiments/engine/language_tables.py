@@ -325,7 +325,7 @@ def experiment(
         "configure": configure(scales),
         "configure_as_paper": configure(PROTOCOL),
         "describe": describe,
-        "decided_by": "the paper's steps on WikiText-103: scale paper",
+        "decided_by": "the paper's steps on WikiText-103, at scale paper",
         "fixed_sizes": True,
     }
     return Experiment(**about._asdict(), models=models, scales=scales, claims=claims, **{**shared, **rest})

@@ -248,7 +248,7 @@ EXPERIMENT = Experiment(
     needs=("lightning", "sacrebleu", "tokenizers"),
     paper_corpus="WMT14 en-de",
     describe=describe,
-    decided_by="the paper's 35,000 updates on WMT14 with D = 1024: scale paper",
+    decided_by="the paper's 35,000 updates on WMT14 with D = 1024, at scale paper",
     measure="BLEU",
     size_name="D",
 )
