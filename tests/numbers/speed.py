@@ -270,7 +270,7 @@ def _():
     yield from (sum(floors), 1e3 * words / sum(floors))
 
 
-@source("docs/translation.md", "**Linear attention is slower")
+@source("docs/translation.md", "**Linear attention was slower")
 def _():
     (sentences,) = {entry["sentences"] for entry in rows("mt-h200")}
     return [sentences]
