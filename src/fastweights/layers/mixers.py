@@ -103,35 +103,19 @@ def mixer(name: str, d_model: int, n_heads: int, d_head: int, **options: Any) ->
 
 @register_state
 @dataclass(eq=False)
-class StackState:
-    """What a stack of layers carries from one segment or token to the next: as `State`, for all of them together."""
+class StackState(State):
+    """What a stack of layers carries from one segment or token to the next."""
 
     layers: list[State]
     position: Tensor  # (B,) tokens seen so far
 
-    def _map(self, of_layer: Callable[[State], State], of_position: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)([of_layer(layer) for layer in self.layers], of_position(self.position))
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of all layers, as "0.W", and "position"."""
+        named = {f"{i}.{name}": x for i, layer in enumerate(self.layers) for name, x in layer.tensors().items()}
+        return {**named, "position": self.position}
 
-    def detach(self) -> Self:
-        """Cut the values off from the graph: memory is carried to the next segment, gradients are not."""
-        return self._map(lambda layer: layer.detach(), Tensor.detach)
-
-    def clone(self) -> Self:
-        """Return a copy that later steps on either side leave alone."""
-        return self._map(lambda layer: layer.clone(), Tensor.clone)
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Convert as `Tensor.to` does; a dtype is for the numbers, and leaves masks bool and positions whole."""
-        return self._map(lambda layer: layer.to(*args, **kwargs), lambda n: n.to(*args, **kwargs).to(n.dtype))
-
-    def reorder(self, index: Tensor) -> Self:
-        """Make row `index[i]` row i; rows may repeat, so beams can fork."""
-        return self._map(lambda layer: layer.reorder(index), lambda n: n.index_select(0, index.to(n.device)))
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes held."""
-        return sum(layer.nbytes for layer in self.layers) + self.position.nbytes
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        return type(self)([layer._map(function) for layer in self.layers], function(self.position))
 
     @property
     def numel(self) -> int:
@@ -139,13 +123,8 @@ class StackState:
         held = sum(tensor.numel() for layer in self.layers for tensor in layer.tensors().values())
         return held // len(self.position)
 
-    def save(self, path: str | Path) -> None:
-        """Write a safetensors file that `load` reads back."""
-        from safetensors.torch import save_file
-
-        named = {f"{i}.{name}": x for i, layer in enumerate(self.layers) for name, x in layer.tensors().items()}
-        tensors = {name: x.detach().contiguous() for name, x in {**named, "position": self.position}.items()}
-        save_file(tensors, str(path), {"kinds": " ".join(type(layer).__name__ for layer in self.layers)})
+    def _metadata(self) -> dict[str, str]:
+        return {"kinds": " ".join(type(layer).__name__ for layer in self.layers)}
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> Self:
@@ -155,12 +134,12 @@ class StackState:
         known = {kind.state.__name__: kind.state for kind in MIXERS.values()}
         with safe_open(str(path), "pt", device=str(device)) as file:
             kinds = (file.metadata() or {}).get("kinds", "").split()
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-        if not kinds or not {*kinds} <= {*known} or "position" not in found:
-            raise ValueError(f"{path} holds {sorted(found)[:6]} ..., not what {cls.__name__}.save writes")
-        position = found.pop("position")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+        if not kinds or not {*kinds} <= {*known} or "position" not in tensors:
+            raise ValueError(f"{path} holds {sorted(tensors)[:6]} ..., not what {cls.__name__}.save writes")
+        position = tensors.pop("position")
         layers: list[dict[str, Tensor]] = [{} for _ in kinds]
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             layer, entry = name.split(".")
             layers[int(layer)][entry] = tensor
-        return cls([known[kind](**named) for kind, named in zip(kinds, layers, strict=True)], position)
+        return cls([known[kind](**entries) for kind, entries in zip(kinds, layers, strict=True)], position)

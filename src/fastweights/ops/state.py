@@ -9,30 +9,13 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 StateClass = TypeVar("StateClass", bound=type)
 
 
 def register_state(cls: StateClass) -> StateClass:
     """Let `torch.load(weights_only=True)`, `torch.export` and `tree_map` know a dataclass of tensors and lists."""
-
-    def flatten(state: Any) -> tuple[list[Any], list[str]]:
-        named = {f.name: getattr(state, f.name) for f in fields(cls)}
-        there = {name: value for name, value in named.items() if value is not None}
-        return list(there.values()), list(there)
-
-    def flatten_with_keys(state: Any) -> tuple[list[Any], list[str]]:
-        values, names = flatten(state)
-        return [(pytree.GetAttrKey(name), value) for name, value in zip(names, values, strict=True)], names
-
-    pytree.register_pytree_node(
-        cls,
-        flatten,
-        lambda values, names: cls(**dict(zip(names, values, strict=True))),
-        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
-        flatten_with_keys_fn=flatten_with_keys,
-    )
+    torch.export.register_dataclass(cls, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
     torch.serialization.add_safe_globals([cls])
     return cls
 
@@ -42,7 +25,7 @@ class State:
     """Named tensors with the batch first. Subclasses name their fields and are decorated with `register_state`."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by field name."""
+        """Return the tensors that are not None, by field name."""
         named = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {name: tensor for name, tensor in named if tensor is not None}
 
@@ -50,31 +33,41 @@ class State:
         return type(self)(**{name: function(tensor) for name, tensor in self.tensors().items()})
 
     def detach(self) -> Self:
-        """The same values cut off from the graph: carries memory, not gradient, to the next segment."""
+        """Cut the values off from the graph: memory is carried to the next segment, gradients are not."""
         return self._map(Tensor.detach)
 
     def clone(self) -> Self:
-        """A copy that later steps on either side leave alone."""
+        """Return a copy that later steps on either side leave alone."""
         return self._map(Tensor.clone)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """As `Tensor.to`; a dtype is for the numbers and leaves masks bool."""
-        return self._map(lambda x: x.to(*args, **kwargs).bool() if x.dtype == torch.bool else x.to(*args, **kwargs))
+        """Convert as `Tensor.to` does; a dtype is for floating-point numbers, and leaves masks and positions alone."""
+
+        def convert(x: Tensor) -> Tensor:
+            converted = x.to(*args, **kwargs)
+            return converted if x.is_floating_point() else converted.to(x.dtype)
+
+        return self._map(convert)
 
     def reorder(self, index: Tensor) -> Self:
-        """Row `index[i]` becomes row i; rows may repeat, so beams can fork."""
+        """Make row `index[i]` row i; rows may repeat, so beams can fork."""
         return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Count the bytes held."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file that `load` reads back."""
         from safetensors.torch import save_file
 
-        save_file({name: tensor.contiguous() for name, tensor in self.tensors().items()}, str(path))
+        tensors = {name: tensor.detach().contiguous() for name, tensor in self.tensors().items()}
+        save_file(tensors, str(path), self._metadata())
+
+    def _metadata(self) -> dict[str, str] | None:
+        """Return what `load` needs to know beside the tensors."""
+        return None
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> Self:
