@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fastweights.ops.memory import check_marks
+
 _CASTS = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16"}
 
 
@@ -29,16 +31,9 @@ def check_input(x: Tensor, d_model: int, mask: Tensor | None) -> Tensor:
     if x.dim() != 3 or x.shape[-1] != d_model or 0 in x.shape:
         hint = "; one token goes through step" if x.dim() == 2 else ""
         raise ValueError(f"x must have shape (B, T, d_model = {d_model}), got {tuple(x.shape)}{hint}")
+    check_marks("mask", mask, x, "True for tokens that count")
     if mask is None:
         return x
-    B, T = x.shape[:2]
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(
-            f"mask must be a bool tensor of shape (B, T) = {(B, T)}, True for tokens that count, got {kind}"
-        )
-    if mask.shape != (B, T):
-        raise ValueError(f"mask must have shape (B, T) = {(B, T)}, got {tuple(mask.shape)}")
     check_device("mask", mask, x)
     return x.masked_fill(~mask.unsqueeze(-1), 0)
 

@@ -115,8 +115,8 @@ def backward(
     }
     start_depends = before.new_ones(grads[-1].shape[:2], dtype=torch.bool)
     start_depends[time.filled] = (passed | later & ~time.emptied)[time.starts]
-    given = [depends[name] for name, x in zip("qkvaew", tokens, strict=True) if x is not None]
-    return [_choose(*choice) for choice in zip([*given, start_depends], grads, clean, strict=True)]
+    present = [depends[name] for name, x in zip("qkvaew", tokens, strict=True) if x is not None]
+    return [_choose(*choice) for choice in zip([*present, start_depends], grads, clean, strict=True)]
 
 
 def _with_all_heads(tokens: Tokens) -> Tokens:
@@ -184,8 +184,8 @@ def _index(positions: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 def spoilt_tokens(*tensors: Tensor | None) -> Tensor:
     """Return the tokens (B, T, H) at which any of these (B, T, H) or (B, T, H, ·) is not finite."""
-    there = [~x.isfinite() for x in tensors if x is not None]
-    return torch.stack([x if x.dim() == 3 else x.any(-1) for x in there]).any(0)
+    spoilt = [~x.isfinite() for x in tensors if x is not None]
+    return torch.stack([x if x.dim() == 3 else x.any(-1) for x in spoilt]).any(0)
 
 
 def spoilt_states(W: Tensor) -> Tensor:

@@ -11,14 +11,14 @@ a_t z_{t-1}·k_t for the read-back. Both are the same recurrence with a single v
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fastweights.ops.normalization import safe_divide
-from fastweights.ops.rules import Rule
+from fastweights.ops.rules import COMPUTED, Rule
 from fastweights.ops.spec import Executable, Inputs, Spec
 
 Optional3 = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -52,20 +52,17 @@ def outside(rule: Rule) -> str | None:
 
 
 def executable(spec: Spec, *recurrences: Recurrence, most: int | None = None, logs: bool = False) -> Executable:
-    """Return what runs calls of this spec on the recurrences that `parts` lists, or on one that serves for all.
-
-    With `logs` these take the natural logarithms of decays.
-    """
-    if spec.normalized or spec.starts is not None:
+    """Return what runs calls of this spec; the other arguments are those of `run`."""
+    if spec.normalized:
         return lambda inputs: run(inputs, *recurrences, most=most, logs=logs)
     recurrence, coefficients, dtype = recurrences[0], coefficients_for(spec, logs), spec.dtype
 
-    def run_one(inputs: Inputs) -> tuple[Tensor, Tensor, None]:
+    def run_recurrence(inputs: Inputs) -> tuple[Tensor, Tensor, None]:
         a, e, w = coefficients(inputs)
         y, W = recurrence(inputs.q, inputs.k, inputs.v, a, e, w, inputs.W, inputs.cu_seqlens, dtype)
         return y, W, None
 
-    return run_one
+    return run_recurrence
 
 
 def run(
@@ -74,52 +71,67 @@ def run(
     """Compute y, the final W and z of a rule of the family.
 
     `recurrences` are one for each of `parts`, in its order, or one for all; `most` is how many values they can have,
-    and `logs` says that they take logarithms of decays.
+    and `logs` says that they take natural logarithms of decays.
     """
-    inputs = inputs.expanded() if inputs.normalized else inputs
-    first, second, third = recurrences if len(recurrences) == 3 else (recurrences[0], recurrences[-1], recurrences[-1])
-    q, k, v, packed = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
-    logits, wide = inputs.features.logits, inputs.state_dtype
-    fading, e, w = coefficients_of(inputs.rule, inputs.gates, logits, wide, logs)
-    a = _with_starts(inputs, fading, logs)
+    wide = inputs.state_dtype
+    decay, e, w = coefficients_of(inputs.rule, inputs.gates, inputs.features.logits, wide, logs)
+    a = _with_starts(inputs, decay, logs)
     if not inputs.normalized:
-        y, W = first(q, k, v, a, e, w, inputs.W, packed, q.dtype)
+        y, W = recurrences[0](inputs.q, inputs.k, inputs.v, a, e, w, inputs.W, inputs.cu_seqlens, inputs.q.dtype)
         return y, W, None
+    if e is None:
+        y, total, W, z = _run_adding(inputs.expanded(), recurrences, a, w, most)
+    else:
+        y, total, W, z = _run_erasing(inputs.expanded(), recurrences, (a, e, w), decay is not None, logs)
+    return safe_divide(y, total).to(inputs.q.dtype), W, z
 
+
+def _run_adding(
+    inputs: Inputs, recurrences: tuple[Recurrence, ...], a: Tensor | None, w: Tensor | None, most: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return y before its division, what it is divided by, W and z, by a rule that only adds."""
+    q, k, v, packed, wide = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.state_dtype
     W, z = inputs.initial_state()
     assert z is not None
-    one = torch.ones_like(v[..., :1])
-    if e is None:
-        c = _common(v)
-        if c is not None:
-            v, W = (v - c).to(v.dtype), W - _outer(z, c)
-        if most == v.shape[-1]:
-            y, W = first(q, k, v, a, e, w, W, packed, wide)
-            total, Z = second(q, k, one, a, e, w, z[..., None], packed, wide)
-            z = Z[..., 0]
-        else:
-            # The accumulator is one more value column.
-            y, W = first(q, k, torch.cat([v, one], -1), a, e, w, torch.cat([W, z[..., None]], -1), packed, wide)
-            y, total = y[..., :-1], y[..., -1:]
-            W, z = W[..., :-1], W[..., -1]
-        if c is not None:
-            y, W = y + total * c, W + _outer(z, c)
+    one, common = torch.ones_like(v[..., :1]), _common(v)
+    if common is not None:
+        v, W = (v - common).to(v.dtype), W - _outer(z, common)
+    if most == v.shape[-1]:
+        y, W = recurrences[0](q, k, v, a, None, w, W, packed, wide)
+        total, Z = recurrences[-1](q, k, one, a, None, w, z[..., None], packed, wide)
+        z = Z[..., 0]
     else:
-        # What everything is divided by is computed from wide numbers: its errors would be those of all gradients.
-        q_, k_, one = (x.to(wide) for x in (q, k, one))
-        if fading is not None:
-            # So is what is divided: a decay changes both alike, and its gradient is the little by which it does not.
-            q, k, v = q_, k_, v.to(wide)
-        # a_t z_{t-1} obeys the recurrence with each key one step late.
-        late = _late(k_, packed, inputs.starts)
-        kept = a.exp() if logs and a is not None else a
-        if kept is not None and kept.dim() == 4:
-            late, kept = kept * late, None
-        recalled, _ = first(k_, late, one, a, None, kept, z[..., None], packed, wide)
-        total, z = second(q_, k_, one, a, None, None, z[..., None], packed, wide)
-        z = z[..., 0]
-        y, W = third(q, k, v, a, safe_divide(e, recalled[..., 0]), w, W, packed, wide)
-    return safe_divide(y, total).to(inputs.q.dtype), W, z
+        # The accumulator is one more value column.
+        v, W = torch.cat([v, one], -1), torch.cat([W, z[..., None]], -1)
+        y, W = recurrences[0](q, k, v, a, None, w, W, packed, wide)
+        y, total, W, z = y[..., :-1], y[..., -1:], W[..., :-1], W[..., -1]
+    if common is not None:
+        y, W = y + total * common, W + _outer(z, common)
+    return y, total, W, z
+
+
+def _run_erasing(
+    inputs: Inputs, recurrences: tuple[Recurrence, ...], coefficients: Optional3, fades: bool, logs: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the same by a rule that also erases; `fades` says whether it has a decay of its own."""
+    q, k, v, packed, wide = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.state_dtype
+    recall, accumulate, read = recurrences if len(recurrences) == 3 else recurrences * 3
+    (a, e, w), (W, z) = coefficients, inputs.initial_state()
+    assert e is not None and z is not None
+    # What everything is divided by is computed from wide numbers: its errors would be those of all gradients.
+    wide_q, wide_k, one = q.to(wide), k.to(wide), torch.ones_like(v[..., :1], dtype=wide)
+    if fades:
+        # So is what is divided: a decay changes both alike, and its gradient is the little by which it does not.
+        q, k, v = wide_q, wide_k, v.to(wide)
+    # a_t z_{t-1} obeys the recurrence with each key one step late.
+    late = _late(wide_k, packed, inputs.starts)
+    weight = a.exp() if logs and a is not None else a
+    if weight is not None and weight.dim() == 4:
+        late, weight = weight * late, None
+    recalled, _ = recall(wide_k, late, one, a, None, weight, z[..., None], packed, wide)
+    total, Z = accumulate(wide_q, wide_k, one, a, None, None, z[..., None], packed, wide)
+    y, W = read(q, k, v, a, safe_divide(e, recalled[..., 0]), w, W, packed, wide)
+    return y, total, W, Z[..., 0]
 
 
 # Values have something in common where their mean is at least `_COMMON` times the root of their mean square. One that
@@ -128,7 +140,7 @@ _COMMON, _MANY = 0.5, 16
 
 
 def _common(v: Tensor) -> Tensor | None:
-    """What 16-bit values (B, T, H, M) have in common, (B, 1, H, M): their mean, or 0; None for few or wider ones.
+    """Return the mean (B, 1, H, M) of 16-bit values (B, T, H, M), or 0 where it is small; None for few or wider ones.
 
     An additive memory of v - c, with c z^T added to it, is that of v, whatever c. The gradient of a query is the
     difference of W dy and z (dy·y), over z·q. Where values have a mean these are nearly the same, and of their 16 bits
@@ -143,7 +155,7 @@ def _common(v: Tensor) -> Tensor | None:
 
 
 def _outer(z: Tensor, c: Tensor) -> Tensor:
-    """z c^T, (N, H, D, M); packed sequences share one c."""
+    """Compute z c^T, (N, H, D, M); packed sequences share one c."""
     return z.unsqueeze(-1) * c.squeeze(1).unsqueeze(-2)
 
 
@@ -164,28 +176,17 @@ def coefficients_for(spec: Spec, logs: bool = False) -> Callable[[Inputs], Optio
     Where two are one gate they are one and the same tensor. With `logs`, a is its logarithm.
     """
     rule, logits, wide = spec.rule, spec.features.logits, spec.state_dtype
-    names = None if logs else _names_of_coefficients(spec)
-    if names is not None:
-        a, e, w = names
-        return lambda inputs: (inputs.gates.get(a), inputs.gates.get(e), inputs.gates.get(w))
+    a, e, w, _ = rule.sources
+    ready = logits or all(dtype == wide for _, _, dtype, *_ in spec.gates)
+    computed = logs or spec.logarithms or spec.starts is not None or COMPUTED in (a, e, w)
+    if spec.eager and ready and not computed:
+        return lambda inputs: (inputs.gates.get(a), inputs.gates.get(e), inputs.gates.get(w))  # type: ignore[arg-type]
 
     def compute(inputs: Inputs) -> Optional3:
         a, e, w = coefficients_of(rule, inputs.gates, logits, wide, logs)
         return _with_starts(inputs, a, logs), e, w
 
     return compute
-
-
-def _names_of_coefficients(spec: Spec) -> list[Any] | None:
-    """Return which gates a, e and w are, with None for what is not there; None where one has to be computed."""
-    wide = all(dtype == spec.state_dtype for _, _, dtype, *_ in spec.gates)
-    if not spec.eager or spec.starts is not None or spec.logarithms or not (wide or spec.features.logits):
-        return None
-    assert spec.rule.coefficients is not None
-    gates = {name: torch.ones(()) for name in spec.rule.gate_names}
-    found = spec.rule.coefficients(**gates)
-    names = [next((name for name, gate in gates.items() if gate is x), None) for x in found]
-    return names if all(x is None or name for x, name in zip(found, names, strict=True)) else None
 
 
 def _with_starts(inputs: Inputs, a: Tensor | None, logs: bool = False) -> Tensor | None:
@@ -209,42 +210,37 @@ LOG_OF_ZERO = -2000.0
 
 def in_logarithms(spec: Spec) -> bool:
     """Return whether the decays of a call come as logarithms, and can go to a recurrence as such."""
-    assert spec.rule.coefficients is not None
-    ones = {name: torch.ones(()) for name in spec.rule.gate_names}
-    a, e, w = spec.rule.coefficients(**ones)
-    fading = [ones[spec.rule.logarithms[name]] for name, *_ in spec.gates if name in spec.rule.logarithms]
-    return len(fading) == 1 and a is fading[0] and a is not e and a is not w
+    names, (a, e, w, _) = spec.rule.logarithms, spec.rule.sources
+    fading = [names[name] for name, *_ in spec.gates if name in names]
+    return fading == [a] and a not in (e, w)
 
 
 def coefficients_of(
     rule: Rule, gates: dict[str, Tensor], logits: bool, wide: torch.dtype, logs: bool = False
 ) -> Optional3:
-    """Return the same from gates alone; those that are no logits are first made `wide`. With `logs`, a is its log."""
+    """Return a, e and w of gates, which first become `wide` unless they are logits. With `logs`, a is its logarithm."""
     assert rule.coefficients is not None
-    if logs or any(name in rule.logarithms for name in gates):
+    names = rule.logarithms
+    if logs or any(name in names for name in gates):
         gates = {name: x.to(wide) for name, x in gates.items()}
-        if not logs:
-            gates = rule.gates_from(gates)
-        else:
-            names = rule.logarithms
-            gates = {names.get(n, n): x for n, x in gates.items()}
+        gates = {names.get(name, name): x for name, x in gates.items()} if logs else rule.gates_from(gates)
     if logits:
-        found = rule.coefficients(**{name: _Logit(gate) for name, gate in gates.items()})
-        a, e, w = (None if c is None else c.x for c in found)  # type: ignore[attr-defined]
+        coefficients = rule.coefficients(**{name: _Logit(gate) for name, gate in gates.items()})
+        a, e, w = (None if c is None else c.x for c in coefficients)  # type: ignore[attr-defined]
         return a, e, w
     # The gates are small next to q, k and v, and 1 - beta has no digits to lose.
     return rule.coefficients(**{name: x if x.dtype is wide else x.to(wide) for name, x in gates.items()})
 
 
 def takes_logits(rule: Rule) -> bool:
-    """Whether the coefficients are gates, or 1 minus gates, so that their logits can stand for them."""
+    """Return whether the coefficients are gates, or 1 minus gates, so that their logits can stand for them."""
     assert rule.coefficients is not None
-    zero = torch.zeros(())
+    logit = _Logit(torch.zeros(()))
     try:
-        found = rule.coefficients(**{name: _Logit(zero) for name in rule.gate_names})
+        coefficients = rule.coefficients(**dict.fromkeys(rule.gate_names, logit))
     except (TypeError, AttributeError, AssertionError):
         return False
-    return all(c is None or isinstance(c, _Logit) for c in found)
+    return all(c is None or isinstance(c, _Logit) for c in coefficients)
 
 
 class RecurrenceForm(NamedTuple):
@@ -260,9 +256,7 @@ class RecurrenceForm(NamedTuple):
 
 def coefficients_there(spec: Spec) -> tuple[bool, bool, bool, bool]:
     """Return whether a, e and w are there, and whether w is e, which then stands for both."""
-    assert spec.rule.coefficients is not None
-    a, e, w = spec.rule.coefficients(**{name: torch.ones(()) for name in spec.rule.gate_names})
-    tied = e is not None and e is w
+    a, e, w, tied = spec.rule.sources
     return a is not None or spec.starts is not None, e is not None, w is not None and not tied, tied
 
 
@@ -275,13 +269,13 @@ def parts(spec: Spec, most: int | None = None) -> list[RecurrenceForm]:
     if not erase:
         sizes = (M, 1) if most == M else (M + 1,)
         return [RecurrenceForm(dtype, size, decay, False, write, False) for size in sizes]
-    fades = coefficients_there(spec._replace(starts=None))[0]
     divisors = [RecurrenceForm(wide, 1, decay, False, write_decay, False) for write_decay in (decay, False)]
-    return [*divisors, RecurrenceForm(wide if fades else dtype, M, decay, True, write or tied, False)]
+    dividend = wide if spec.rule.sources.decay else dtype
+    return [*divisors, RecurrenceForm(dividend, M, decay, True, write or tied, False)]
 
 
 def _late(k: Tensor, cu_seqlens: Tensor | None, starts: Tensor | None) -> Tensor:
-    """k one step later, zero at the start of each sequence and of each text."""
+    """Return k one step later, zero at the start of each sequence and of each text."""
     late = pad(k, (0, 0, 0, 0, 1, 0))[:, :-1]
     if cu_seqlens is not None:
         bounds = torch.zeros(k.shape[1] + 1, dtype=torch.bool, device=k.device)

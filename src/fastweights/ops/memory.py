@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 from fastweights.common.tables import look_up
 from fastweights.ops import backends
 from fastweights.ops.features import PLAIN, Features, MapFeatures
-from fastweights.ops.product import reading_last, spread, writes_per_token
+from fastweights.ops.product import on_single_writes, one_write_per_step, writes_per_token
 from fastweights.ops.rules import RULES, Rule, update_rule
-from fastweights.ops.spec import Inputs, Spec
+from fastweights.ops.spec import Executable, Inputs, Spec
 from fastweights.ops.state import FastWeightState
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -97,10 +97,10 @@ def fast_weight_memory(
     if not (state is None or isinstance(state, FastWeightState)):
         raise TypeError(f"state must be a FastWeightState or None, got {type(state).__name__}")
     q, k, v = _autocast(q, k, v)
-    taken = {gate: x for gate, x in gates.items() if x is not None}
+    present = {gate: x for gate, x in gates.items() if x is not None}
     W, z = (None, None) if state is None else (state.W, state.z)
     normalized = normalization is not None
-    inputs = Inputs(rule, q, k, v, taken, W, z, cu_seqlens, mask, starts, features, in_place, normalized)
+    inputs = Inputs(rule, q, k, v, present, W, z, cu_seqlens, mask, starts, features, in_place, normalized)
     try:
         spec = Spec.of(inputs)
     except (AttributeError, IndexError):
@@ -110,10 +110,7 @@ def fast_weight_memory(
     # Checks and the choice of kernels take longer than the smaller kernels: once for each spec.
     run = backends.EXECUTABLES.get((spec, name)) if spec.eager else None
     if run is None:
-        several = writes_per_token(inputs) > 1
-        steps = spread(inputs) if several else inputs
-        check(steps)
-        run = reading_last(backends.prepare(Spec.of(steps), name)) if several else backends.prepare(spec, name)
+        run = _prepare(inputs, spec, name)
         if spec.eager:
             if len(backends.EXECUTABLES) >= MOST_EXECUTABLES:
                 backends.EXECUTABLES.clear()
@@ -149,8 +146,18 @@ def _run_until(end: int, backend: str, inputs: Inputs) -> tuple[Tensor, Tensor, 
     return pad(y, (0, 0, 0, 0, 0, T - end)), after.W, after.z
 
 
+def _prepare(inputs: Inputs, spec: Spec, backend: str) -> Executable:
+    """Check a call, and return what runs calls of its spec."""
+    if writes_per_token(inputs) == 1:
+        check(inputs)
+        return backends.prepare(spec, backend)
+    steps = one_write_per_step(inputs)
+    check(steps)
+    return on_single_writes(backends.prepare(Spec.of(steps), backend))
+
+
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Under autocast q, k and v take its dtype, as the inputs of a matrix product do."""
+    """Cast q, k and v to the dtype of autocast, where it is on, as the inputs of a matrix product are."""
     first = tensors[0]
     if not torch._C._is_any_autocast_enabled() or not isinstance(first, Tensor):
         return tensors
@@ -162,7 +169,7 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def check(inputs: Inputs) -> None:
-    """Raise an error that says what would work, unless everything fits together."""
+    """Raise an error that says what would work, unless all arguments fit together."""
     q = inputs.q
     if not isinstance(inputs.features, (Features, MapFeatures)):
         raise TypeError(
@@ -171,9 +178,11 @@ def check(inputs: Inputs) -> None:
         )
     _check_heads(q, inputs.k, inputs.v)
     _check_gates(inputs)
-    _check_tokens("mask", inputs.mask, q, "True for tokens that count")
-    _check_tokens("starts", inputs.starts, q, "True where a new text begins")
+    check_marks("mask", inputs.mask, q, "True for tokens that count")
+    check_marks("starts", inputs.starts, q, "True where a new text begins")
     _check_packing(q, inputs.cu_seqlens)
+    for name, x in (("mask", inputs.mask), ("starts", inputs.starts), ("cu_seqlens", inputs.cu_seqlens)):
+        _check_device(name, x, q)
     _check_state(inputs)
 
 
@@ -193,9 +202,9 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     if min(q.shape) == 0 or min(v.shape) == 0:
         raise ValueError(f"every size must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
     if v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
+        shape = f"({', '.join(map(str, q.shape[:3]))}, M)"
         raise ValueError(
-            f"v must have shape {_shape(*q.shape[:3], 'M')} to go with q {tuple(q.shape)}, or a multiple of its heads, "
-            f"got {tuple(v.shape)}"
+            f"v must have shape {shape} to go with q {tuple(q.shape)}, or a multiple of its heads, got {tuple(v.shape)}"
         )
 
 
@@ -204,11 +213,11 @@ def _check_gates(inputs: Inputs) -> None:
     D = inputs.features.size(q.shape[3])
     for gate in rule.gates:
         axes, shape = ("(B, T, H)", heads) if gate.per == "head" else ("(B, T, H, D)", (*heads, D))
-        given = [name for name in (gate.name, f"log_{gate.name}") if name in gates and name in rule.idle]
-        if len(given) != 1:
-            what = f"not both {' and '.join(given)}" if given else "got None"
+        names = [name for name in (gate.name, f"log_{gate.name}") if name in gates and name in rule.idle]
+        if len(names) != 1:
+            what = f"not both {' and '.join(names)}" if names else "got None"
             raise ValueError(f"rule {rule.name!r} needs {gate.name} of shape {tuple(shape)}, {what}")
-        name, x = given[0], gates[given[0]]
+        name, x = names[0], gates[names[0]]
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor of shape {tuple(shape)}, got {type(x).__name__}")
         if x.shape != shape and not (gate.fades and x.shape == (*heads, D)):
@@ -223,21 +232,21 @@ def _check_gates(inputs: Inputs) -> None:
             known = {gate for other in RULES.values() for gate in other.idle}
             if name not in known:
                 look_up(dict.fromkeys((*sorted(known), *_ARGUMENTS)), name, "argument of fast_weight_memory")
-            raise ValueError(
-                f"rule {rule.name!r} has no {name} (it takes {takes}), got shape {_shape_of(gates[name])}; leave it out"
-            )
+            x = gates[name]
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"rule {rule.name!r} has no {name} (it takes {takes}), got shape {got}; leave it out")
 
 
-def _check_tokens(name: str, given: Tensor | None, q: Tensor, meaning: str) -> None:
-    """Refuse anything but one truth value a token, or nothing."""
-    if given is None:
+def check_marks(name: str, marks: Tensor | None, x: Tensor, meaning: str) -> None:
+    """Refuse anything but None and one truth value for each token of x (B, T, ...)."""
+    if marks is None:
         return
-    B, T = q.shape[:2]
-    if not isinstance(given, Tensor) or given.dtype != torch.bool:
-        raise TypeError(f"{name} must be a bool tensor of shape (B, T) = {(B, T)}, {meaning}")
-    if given.shape != (B, T):
-        raise ValueError(f"{name} must have shape (B, T) = {(B, T)}, got {tuple(given.shape)}")
-    _check_device(name, given, q)
+    shape = tuple(x.shape[:2])
+    if not isinstance(marks, Tensor) or marks.dtype != torch.bool:
+        kind = marks.dtype if isinstance(marks, Tensor) else type(marks).__name__
+        raise TypeError(f"{name} must be a bool tensor of shape (B, T) = {shape}, {meaning}, got {kind}")
+    if marks.shape != shape:
+        raise ValueError(f"{name} must have shape (B, T) = {shape}, got {tuple(marks.shape)}")
 
 
 def _check_packing(q: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -251,7 +260,6 @@ def _check_packing(q: Tensor, cu_seqlens: Tensor | None) -> None:
             f"cu_seqlens takes sequences packed along T with B = 1 and N + 1 bounds, got B = {B} and "
             f"cu_seqlens of shape {tuple(cu_seqlens.shape)}"
         )
-    _check_device("cu_seqlens", cu_seqlens, q)
 
 
 def _checked_end(cu_seqlens: Tensor, T: int) -> int:
@@ -279,7 +287,7 @@ def _bounds_hold(cu_seqlens: Tensor, T: int) -> Tensor:
 
 
 def _check_state(inputs: Inputs) -> None:
-    """Refuse a state that is not one of such a call."""
+    """Refuse a state that does not belong to such a call."""
     if inputs.W is None:
         return
     q, cu_seqlens, dtype = inputs.q, inputs.cu_seqlens, inputs.state_dtype
@@ -298,17 +306,9 @@ def _check_state(inputs: Inputs) -> None:
         _check_device(f"state.{name}", x, q)
 
 
-def _check_device(name: str, x: Tensor, q: Tensor) -> None:
-    if x.device != q.device:
+def _check_device(name: str, x: Tensor | None, q: Tensor) -> None:
+    if x is not None and x.device != q.device:
         raise ValueError(f"{name} is on {x.device} but q on {q.device}; move it there with .to({str(q.device)!r})")
-
-
-def _shape(*sizes: object) -> str:
-    return f"({', '.join(map(str, sizes))})"
-
-
-def _shape_of(x: Any) -> object:
-    return tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
 
 
 _ARGUMENTS = tuple(fast_weight_memory.__kwdefaults__ or ())

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def safe_divide(x: Tensor, by: Tensor) -> Tensor:
-    """x / by, and 0 where |by| is under the square root of the smallest normal number.
+    """Compute x / by, and 0 where |by| is below the square root of the smallest normal number.
 
     That far down the quotient has no digits left and its gradient, which grows as 1 / by, would overflow; 0 is what an
     empty memory returns (the paper's v_bar of the first step).

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastweights.ops.spec import Executable, Inputs
 
-# The logit of a gate that is open: its sigmoid is 1 in every dtype.
+# The logit of an open gate: its sigmoid is 1 in every dtype.
 _OPEN = 40.0
 
 
@@ -24,8 +24,8 @@ def writes_per_token(inputs: Inputs) -> int:
     return steps // T if T and steps and steps % T == 0 else 1
 
 
-def spread(inputs: Inputs) -> Inputs:
-    """Return the same call with one step for each write."""
+def one_write_per_step(inputs: Inputs) -> Inputs:
+    """Return the same call with one step for each write, of which the last of a token reads."""
     n, T, rule = writes_per_token(inputs), inputs.q.shape[1], inputs.rule
     gates = {}
     for name, x in inputs.gates.items():
@@ -38,7 +38,7 @@ def spread(inputs: Inputs) -> Inputs:
                 f"{name} must have T = {T} tokens, as q has: the memory fades once a token, got {x.shape[1]}"
             )
         logits = inputs.features.logits and name not in rule.logarithms
-        gates[name] = _first_of(n, x, _OPEN if logits else rule.idle[name])
+        gates[name] = _at_first_step(n, x, _OPEN if logits else rule.idle[name])
     mask, starts, bounds = inputs.mask, inputs.starts, inputs.cu_seqlens
     q = inputs.q.unsqueeze(2)
     return replace(
@@ -47,22 +47,22 @@ def spread(inputs: Inputs) -> Inputs:
         gates=gates,
         cu_seqlens=None if bounds is None else bounds * n,
         mask=None if mask is None else mask.repeat_interleave(n, 1),
-        starts=None if starts is None else _first_of(n, starts, False),
+        starts=None if starts is None else _at_first_step(n, starts, False),
     )
 
 
-def _first_of(n: int, x: Tensor, rest: float) -> Tensor:
-    """Return x (B, T, ...) at the first of every n steps (B, n T, ...), and `rest` at the others."""
+def _at_first_step(n: int, x: Tensor, filler: float) -> Tensor:
+    """Return x (B, T, ...) at the first of every n steps (B, n T, ...), and `filler` at the others."""
     x = x.unsqueeze(2)
-    return torch.cat([x, torch.full_like(x, rest).expand(-1, -1, n - 1, *x.shape[3:])], 2).flatten(1, 2)
+    return torch.cat([x, torch.full_like(x, filler).expand(-1, -1, n - 1, *x.shape[3:])], 2).flatten(1, 2)
 
 
-def reading_last(run: Executable) -> Executable:
+def on_single_writes(run: Executable) -> Executable:
     """Return what runs calls of several writes a token on an executable for single writes."""
 
-    def run_spread(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    def run_steps(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         n = writes_per_token(inputs)
-        y, W, z = run(spread(inputs))
+        y, W, z = run(one_write_per_step(inputs))
         return y[:, n - 1 :: n], W, z
 
-    return run_spread
+    return run_steps

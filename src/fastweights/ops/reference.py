@@ -36,12 +36,12 @@ def _run_batch(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
     gates = {name: (gate if gate.dim() == 4 else gate.unsqueeze(-1)).unbind(1) for name, gate in wide.items()}
     outputs = []
     for t in range(len(q)):
-        now = {name: gate[t] for name, gate in gates.items()}
+        gates_now = {name: gate[t] for name, gate in gates.items()}
         if inputs.starts is not None:
             W = W.masked_fill(inputs.starts[:, t, None, None, None], 0)
             z = None if z is None else z.masked_fill(inputs.starts[:, t, None, None], 0)
         W_old, z_old = W, z
-        W, z = advance(rule, W, z, k[t], v[t], now)
+        W, z = advance(rule, W, z, k[t], v[t], gates_now)
         if inputs.mask is not None:
             kept = inputs.mask[:, t, None, None]
             W = torch.where(kept.unsqueeze(-1), W, W_old)
@@ -62,6 +62,6 @@ def advance(
 
 
 def read(W: Tensor, x: Tensor, z: Tensor | None) -> Tensor:
-    """W x, Eq. 25, over z·x under attention normalisation, Eqs. 19, 27 and 28."""
+    """Compute W x, Eq. 25, over z·x under attention normalisation, Eqs. 19, 27 and 28."""
     value = (x.unsqueeze(-2) @ W).squeeze(-2)
     return value if z is None else safe_divide(value, (x * z).sum(-1, keepdim=True))

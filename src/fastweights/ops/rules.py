@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -63,6 +63,19 @@ class Coefficients(NamedTuple):
     write: Tensor | None = None
 
 
+# The source of a coefficient that is no gate itself, such as 1 - beta.
+COMPUTED = "computed from gates"
+
+
+class Sources(NamedTuple):
+    """Where a rule has its (a, e, w) from: the name of a gate, `COMPUTED`, or None for 1, 0 and 1."""
+
+    decay: str | None
+    erase: str | None
+    write: str | None
+    tied: bool  # whether w is e
+
+
 @dataclass(frozen=True, eq=False)
 class Rule:
     """One update rule; there is one object for each name and choice of options, also after pickling."""
@@ -92,17 +105,25 @@ class Rule:
         values = {gate.name: gate.idle for gate in self.gates}
         return {**values, **{log: math.log(values[name]) for log, name in self.logarithms.items()}}
 
-    def gates_from(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gates_from(self, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gates themselves, of which some may be given as logarithms."""
         logs = self.logarithms
-        return {logs.get(name, name): x.exp() if name in logs else x for name, x in given.items()}
+        return {logs.get(name, name): x.exp() if name in logs else x for name, x in gates.items()}
+
+    @property
+    def sources(self) -> Sources:
+        """Which gates the coefficients of a rule of the family are."""
+        assert self.coefficients is not None
+        gates = {name: torch.ones(()) for name in self.gate_names}
+        coefficients = self.coefficients(**gates)
+        names = (next((name for name, gate in gates.items() if gate is x), COMPUTED) for x in coefficients)
+        a, e, w = (None if x is None else name for x, name in zip(coefficients, names, strict=True))
+        return Sources(a, e, w, tied=e is not None and coefficients.erase is coefficients.write)
 
     @property
     def only_adds(self) -> bool:
         """Whether it never removes what is stored under a key, so that its read-out can be a weighted mean."""
-        if self.coefficients is None:
-            return False
-        return self.coefficients(**{name: torch.ones(()) for name in self.gate_names}).erase is None
+        return self.coefficients is not None and self.sources.erase is None
 
     def accumulator(self, **gates: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return (a, c) of the accumulator z_t = a_t z_{t-1} + c_t k_t of attention normalisation, Eqs. 18 and 26.
@@ -157,9 +178,7 @@ def register_rule(
 def _with_options(name: str, *chosen: tuple[str, str]) -> Rule:
     """Return the one object for a rule with these options."""
     rule = RULES[name]
-    step = partial(rule.step, **dict(chosen))
-    fixed = (rule.name, rule.source, rule.description, rule.gates)
-    return Rule(*fixed, step, rule.coefficients, rule.options, chosen)
+    return replace(rule, step=partial(rule.step, **dict(chosen)), chosen=chosen)
 
 
 def _unpickled(name: str, chosen: tuple[tuple[str, str], ...]) -> Rule:
@@ -168,8 +187,7 @@ def _unpickled(name: str, chosen: tuple[tuple[str, str], ...]) -> Rule:
 
 def update_rule(rule: str | Rule, **options: str) -> Rule:
     """Return the rule of that name with its options set: `update_rule("fwp1991", sigma="identity")`."""
-    known = RULES.get(rule) if isinstance(rule, str) else None
-    base = known or (rule if isinstance(rule, Rule) else look_up(RULES, rule, "rule"))
+    base = rule if isinstance(rule, Rule) else look_up(RULES, rule, "rule")
     if not options:
         return base
     for option, value in options.items():

@@ -20,7 +20,7 @@ from fastweights.common.tables import look_up
 from fastweights.ops.family import coefficients_of, outside
 from fastweights.ops.memory import check
 from fastweights.ops.normalization import safe_divide
-from fastweights.ops.product import spread, writes_per_token
+from fastweights.ops.product import one_write_per_step, writes_per_token
 from fastweights.ops.rules import Rule, update_rule
 from fastweights.ops.spec import Inputs
 from fastweights.ops.state import FastWeightState
@@ -148,7 +148,7 @@ def _family_inputs(
     W, z = (None, None) if state is None else (state.W, state.z)
     inputs = Inputs(rule, q, k, v, taken, W, z, attention=normalization is not None)
     if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == 4 and writes_per_token(inputs) > 1:
-        inputs = spread(inputs)
+        inputs = one_write_per_step(inputs)
     check(inputs)
     return inputs.expanded()
 

@@ -48,16 +48,15 @@ class Layout:
         firsts = [bounds[i] + j * chunk for j, n in enumerate(self.active) for i in order[:n]]
         self.chunk_starts = [(0, first) for first in firsts]
         ends = [bounds[i + 1] for n in self.active for i in order[:n]]
-        positions = torch.tensor(firsts, dtype=torch.long, device="cpu").unsqueeze(-1) + torch.arange(
-            chunk, device="cpu"
-        )
-        inside = positions < torch.tensor(ends, dtype=torch.long, device="cpu").unsqueeze(-1)
+        first, end = torch.tensor([firsts, ends], dtype=torch.long, device="cpu").unsqueeze(-1)
+        positions = first + torch.arange(chunk, device="cpu")
+        inside = positions < end
         # Positions past an end read the filler row that `split` appends, and write to it in `join`.
         self.positions = positions.masked_fill(~inside, self.time).to(tokens.device)
 
     @property
     def slices(self) -> list[slice]:
-        """The chunks of each step."""
+        """Return where the chunks of each step are: all first chunks, all second ones, and so on."""
         slices, start = [], 0
         for n in self.active:
             slices.append(slice(start, start + n))
@@ -65,7 +64,7 @@ class Layout:
         return slices
 
     def split(self, x: Tensor, dtype: torch.dtype, filler: float = 0.0) -> Tensor:
-        """(B, T, H, ...) -> (G, H, C, ...)."""
+        """Cut tokens (B, T, H, ...) into chunks (G, H, C, ...)."""
         x = x.to(dtype)
         if self.packed:
             row = x.new_full((1, *x.shape[2:]), filler)
@@ -77,7 +76,7 @@ class Layout:
         return x.transpose(2, 3).reshape(steps * self.batch, x.shape[3], self.chunk, *x.shape[4:])
 
     def join(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """(G, H, C, ...) -> (B, T, H, ...), contiguous."""
+        """Join chunks (G, H, C, ...) to tokens (B, T, H, ...), contiguous."""
         x = x.transpose(1, 2)
         if self.packed:
             tokens = x.new_zeros((self.time + 1, *x.shape[2:]))
@@ -87,11 +86,11 @@ class Layout:
         return x.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
     def sort(self, W: Tensor) -> Tensor:
-        """A copy of the states, longest sequence first."""
+        """Return a copy of the states, that of the longest sequence first."""
         return W.index_select(0, self.order) if self.packed else W.clone()
 
     def unsort(self, W: Tensor) -> Tensor:
-        """The states back in the caller's order."""
+        """Return the states in the caller's order again."""
         return torch.empty_like(W).index_copy_(0, self.order, W) if self.packed else W
 
 
@@ -121,7 +120,7 @@ class Chunks:
 
 
 def unit_lower_inverse(A: Tensor) -> Tensor:
-    """(I + A)^-1 (..., C, C) of the part of A below the diagonal, by matrix products.
+    """Compute (I + A)^-1 (..., C, C) for the part of A below the diagonal, by matrix products.
 
     The inverse of [[P, 0], [R, S]] is [[P^-1, 0], [-S^-1 R P^-1, S^-1]]: blocks of 1, 2, 4, ... are joined in pairs,
     all pairs of all matrices at once. As accurate as substitution, which a CPU would do for one matrix after the other.
@@ -133,9 +132,9 @@ def unit_lower_inverse(A: Tensor) -> Tensor:
     inverse = torch.eye(size, dtype=A.dtype, device=A.device).expand(A.shape).clone()
     half = 1
     while half < size:
-        joined, given = diagonal_blocks(inverse, 2 * half), diagonal_blocks(A, 2 * half)
-        first, second, below = joined[..., :half, :half], joined[..., half:, half:], given[..., half:, :half]
-        joined[..., half:, :half] = -(second @ below @ first)
+        pairs, below = diagonal_blocks(inverse, 2 * half), diagonal_blocks(A, 2 * half)[..., half:, :half]
+        first, second = pairs[..., :half, :half], pairs[..., half:, half:]
+        pairs[..., half:, :half] = -(second @ below @ first)
         half *= 2
     return inverse[..., :C, :C]
 
@@ -151,7 +150,7 @@ def _load(
 
 
 def chunk_length(D: int, M: int) -> int:
-    """Tokens in a chunk: long enough for the matrix products, short enough that C x C work stays under D x M."""
+    """Return C: long enough for the matrix products, short enough that C x C work stays under D x M."""
     return 32 if max(D, M) <= 32 else 64
 
 

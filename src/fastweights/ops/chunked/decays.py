@@ -22,15 +22,15 @@ class NoDecay:
     """Γ and γ are 1."""
 
     def faded(self, x: Tensor) -> Tensor:
-        """γ_t x_t."""
+        """Compute γ_t x_t."""
         return x
 
     def left(self, x: Tensor) -> Tensor:
-        """Γ[C, t] x_t."""
+        """Compute Γ[C, t] x_t."""
         return x
 
     def end(self, W: Tensor, at: slice) -> Tensor:
-        """γ_C W, for the states of the chunks `at`."""
+        """Compute γ_C W for the states of the chunks `at`."""
         return W
 
     def products(self, k: Tensor, *rows: Tensor) -> list[Tensor]:

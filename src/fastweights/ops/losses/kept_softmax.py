@@ -72,8 +72,8 @@ def _forward(tensors: Tensors, settings: Tensors) -> tuple[Tensor, ...]:
 
 def _backward(grads: Tensors, tensors: Tensors, settings: Tensors, kept: Tensors) -> Tensors:
     refuse_tangent(grads[0], "AdaptiveSoftmax")
-    hidden, found = tensors[0], [torch.zeros_like(x) for x in tensors[:-1]]
-    d_hidden, d_weight, d_bias, d_cluster_weight, d_cluster_bias = found
+    hidden, gradients = tensors[0], [torch.zeros_like(x) for x in tensors[:-1]]
+    d_hidden, d_weight, d_bias, d_cluster_weight, d_cluster_bias = gradients
     for i, (part, rows, entries) in enumerate(_tiles(tensors, settings)):
         h, g = hidden[rows], grads[0][rows]
         p = kept[i] if i < len(kept) else _log_softmax(part, h).exp_()
@@ -87,7 +87,7 @@ def _backward(grads: Tensors, tensors: Tensors, settings: Tensors, kept: Tensors
         if part.level == 0:
             d_cluster_weight += rows_of_weight[words:]
             d_cluster_bias += rows_of_bias[words:]
-    return *found, None
+    return *gradients, None
 
 
 _FUNCTION = FusedFunction(_plain, Kernels(_forward, _backward, _refuses), outputs=1)
