@@ -10,7 +10,7 @@ from fastweights.layers.relative import SegmentMemory
 from fastweights.layers.softmax import KeyValueState, SoftmaxAttention, visible
 
 D_MODEL, H, D = 6, 2, 4
-LENGTHS = (1, 7, 63, 100)
+LENGTHS = (1, 7, 33)
 CUTS = ([7], [1, 6], [3, 1, 3], [6, 1], [1] * 7)
 
 

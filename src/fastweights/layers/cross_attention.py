@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fastweights import feature_maps
 from fastweights.layers.checks import check_dropout, check_dtype, check_input, head_size
 from fastweights.layers.linear import Linear
-from fastweights.layers.padding import PaddedState, check_state
+from fastweights.layers.padding import PaddedState, attend, check_state
 from fastweights.layers.softmax import KeyValueState
 from fastweights.ops.features import MapFeatures
 from fastweights.ops.linear_attention import linear_attention, read_memory, write_memory
@@ -92,14 +91,7 @@ class SoftmaxCrossAttention(CrossAttention):
         if seen is not None:
             # A softmax over nothing is NaN; a row without any token finds zeros, for its keys and values come from 0.
             seen = (seen | ~seen.any(1, keepdim=True))[:, None, None]
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            memory.k.transpose(1, 2),
-            memory.v.transpose(1, 2),
-            attn_mask=seen,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
-        return y.transpose(1, 2)
+        return attend(q, memory.k, memory.v, seen, self.dropout if self.training else 0.0)
 
 
 @register_state

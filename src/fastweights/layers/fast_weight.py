@@ -177,7 +177,7 @@ class FastWeightAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         starts: Tensor | None = None,
     ) -> tuple[Tensor, FastWeightState]:
-        """A whole sequence, or the next segment of one: x (B, T, d_model) -> y (B, T, d_model), state.
+        """Map a whole sequence, or the next segment of one: x (B, T, d_model) -> y (B, T, d_model), state.
 
         `mask` (B, T) is False for padding, which then leaves no trace; `cu_seqlens` packs sequences, and `starts`
         (B, T) is True where a new one begins, see `fast_weight_memory`.
@@ -194,7 +194,7 @@ class FastWeightAttention(nn.Module):
     def step(
         self, x: Tensor, state: FastWeightState | None = None, in_place: bool = False
     ) -> tuple[Tensor, FastWeightState]:
-        """One token: x (B, d_model) -> y (B, d_model), state. Memory and time do not grow with the tokens seen.
+        """Map one token: x (B, d_model) -> y (B, d_model), state. Memory and time do not grow with the tokens seen.
 
         With `in_place` the given state may be overwritten by the one that is returned.
         """
@@ -277,7 +277,7 @@ class FastWeightAttention(nn.Module):
         return -rates * F.softplus(_wide(raw) + bias)
 
     def extra_repr(self) -> str:
-        """Shown by print(layer)."""
+        """Return what print(layer) shows."""
         return (
             f"n_heads={self.n_heads}, d_head={self.d_head}, rule={self.rule.name}, normalization={self.normalization}"
         )
@@ -288,7 +288,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _feature_map(phi: str | FeatureMap, d_head: int, options: Mapping[str, Any] | None) -> FeatureMap:
-    """The map, of the right size."""
+    """Return the feature map, or refuse one of another size."""
     if isinstance(phi, FeatureMap) and phi.d_key != d_head:
         raise ValueError(f"feature_map is for d_key = {phi.d_key}, but a head has d_head = {d_head}")
     return feature_map(phi, d_head, **(options or {}))

@@ -6,7 +6,7 @@ token, x (B, d_model). Both return y in the shape of x, and the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -27,14 +27,14 @@ class MixerKind:
 
     Attributes:
         build: makes the layer from d_model, n_heads, d_head and the options.
-        options: names that `build` takes beside those three.
+        options: names of the options, and what `build` calls them.
         state: what `forward` returns beside y.
         size: numbers that a layer needs of the past for a segment of that length, as App. F counts them.
         forgets: whether `forward` takes `starts` (B, T), and forgets all before where a new text begins.
     """
 
     build: Callable[..., nn.Module]
-    options: tuple[str, ...]
+    options: Mapping[str, str]
     state: type[State]
     size: Callable[[Any, int], int]
     forgets: bool = False
@@ -50,42 +50,28 @@ def _fast_weight_size(layer: Any, segment: int) -> int:
     return int(layer.n_heads * layer.feature_map.dim * layer.d_value + carried)
 
 
-def _softmax(d_model: int, n_heads: int, d_head: int, *, attention_dropout: float = 0.0) -> nn.Module:
-    return SoftmaxAttention(d_model, n_heads, d_head, dropout=attention_dropout)
-
-
-def _relative(
-    d_model: int,
-    n_heads: int,
-    d_head: int,
-    *,
-    mem_len: int,
-    clamp_len: int | None = None,
-    attention_dropout: float = 0.0,
-) -> nn.Module:
-    return RelativeAttention(d_model, n_heads, d_head, mem_len=mem_len, clamp_len=clamp_len, dropout=attention_dropout)
-
+_OF_FAST_WEIGHTS = (
+    *("rule", "feature_map", "feature_map_options", "normalization", "output_scale"),
+    *("short_conv", "beta_max", "decay_per", "output_norm"),
+)
 
 MIXERS: dict[str, MixerKind] = {
     "fast_weight": MixerKind(
         _fast_weight,
-        (
-            *("rule", "feature_map", "feature_map_options", "normalization", "output_scale"),
-            *("short_conv", "beta_max", "decay_per", "output_norm"),
-        ),
+        {name: name for name in _OF_FAST_WEIGHTS},
         FastWeightState,
         _fast_weight_size,
         forgets=True,
     ),
     "softmax": MixerKind(
-        _softmax,
-        ("attention_dropout",),
+        SoftmaxAttention,
+        {"attention_dropout": "dropout"},
         KeyValueState,
         lambda layer, segment: segment * 2 * layer.n_heads * layer.d_head,
     ),
     "relative": MixerKind(
-        _relative,
-        ("mem_len", "clamp_len", "attention_dropout"),
+        RelativeAttention,
+        {"mem_len": "mem_len", "clamp_len": "clamp_len", "attention_dropout": "dropout"},
         SegmentMemory,
         lambda layer, segment: (layer.mem_len + segment) * 2 * layer.n_heads * layer.d_head,
     ),
@@ -98,7 +84,7 @@ def mixer(name: str, d_model: int, n_heads: int, d_head: int, **options: Any) ->
     for option in options:
         if option not in kind.options:
             raise ValueError(f"mixer {name!r} has no option {option!r} (it takes: {', '.join(kind.options)})")
-    return kind.build(d_model, n_heads, d_head, **options)
+    return kind.build(d_model, n_heads, d_head, **{kind.options[name]: value for name, value in options.items()})
 
 
 @register_state

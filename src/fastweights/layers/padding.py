@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from fastweights.layers.checks import check_device
 from fastweights.ops.state import State
@@ -25,6 +26,14 @@ def visible(T: int, S: int, mask: Tensor | None, causal: bool, device: torch.dev
     seen = j <= i if causal else torch.ones(T, S, dtype=torch.bool, device=device)
     # Padding sees itself, since its output is dropped anyway and a softmax over nothing is NaN in some SDPA kernels.
     return seen if mask is None else (seen & mask[:, None, None]) | (i == j)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, is_causal: bool = False
+) -> Tensor:
+    """Compute softmax attention of q (B, T, H, ·) over k and v (B, S, H, ·), (B, T, H, ·)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, mask, dropout, is_causal).transpose(1, 2)
 
 
 def join_masks(past: Tensor | None, n_past: int, mask: Tensor | None, x: Tensor) -> Tensor | None:

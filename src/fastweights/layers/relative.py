@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fastweights.layers.checks import check_dropout, check_dtype, check_input, check_token, head_size
 from fastweights.layers.linear import Linear
-from fastweights.layers.padding import PaddedState, check_state, join_masks, visible
+from fastweights.layers.padding import PaddedState, attend, check_state, join_masks, visible
 from fastweights.layers.positions import sinusoid
 from fastweights.ops.state import register_state
 
@@ -97,14 +97,9 @@ class RelativeAttention(nn.Module):
         heads = (self.n_heads, self.d_head)
         q = self.query(x).unflatten(-1, heads)
         k, v = self.key_value(h).unflatten(-1, (2, *heads)).unbind(-3)
-        y = F.scaled_dot_product_attention(
-            (q + self.u).transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=self._distance_scores(q, h.shape[1], seen_mask),
-            dropout_p=self.dropout if self.training else 0.0,
-        )
-        y = self.out(y.transpose(1, 2).flatten(-2))
+        scores = self._distance_scores(q, h.shape[1], seen_mask)
+        y = attend(q + self.u, k, v, scores, self.dropout if self.training else 0.0)
+        y = self.out(y.flatten(-2))
         y = y if mask is None else y.masked_fill(~mask.unsqueeze(-1), 0)
         # A copy: it holds no more than it needs, and the caller may change x in place.
         return y, SegmentMemory(

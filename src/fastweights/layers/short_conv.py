@@ -39,5 +39,5 @@ class ShortConvolution(nn.Module):
         return short_convolution(x, self.weight, None, recent, mask=mask, cu_seqlens=cu_seqlens, starts=starts)
 
     def extra_repr(self) -> str:
-        """Shown by print(layer)."""
+        """Return what print(layer) shows."""
         return f"channels={self.channels}, taps={self.taps}"

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fastweights.layers.checks import check_dropout, check_dtype, check_input, check_token, head_size
 from fastweights.layers.linear import Linear
-from fastweights.layers.padding import PaddedState, check_state, join_masks, visible
+from fastweights.layers.padding import PaddedState, attend, check_state, join_masks, visible
 from fastweights.ops.state import register_state
 
 
@@ -80,17 +79,11 @@ class SoftmaxAttention(nn.Module):
             k, v = torch.cat([past.k, k], 1), torch.cat([past.v, v], 1)
         T, S = q.shape[1], k.shape[1]
         # Causality alone needs no mask where SDPA has it built in, nor for one token, which sees all that is there.
-        alone = self.causal and state is None and seen_mask is None
-        plain = seen_mask is None and (alone or not self.causal or T == 1)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=None if plain else visible(T, S, seen_mask, self.causal, x.device),
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=alone,
-        )
-        y = self.out(y.transpose(1, 2).flatten(-2))
+        is_causal = self.causal and state is None and seen_mask is None
+        unmasked = seen_mask is None and (is_causal or not self.causal or T == 1)
+        sees = None if unmasked else visible(T, S, seen_mask, self.causal, x.device)
+        y = attend(q, k, v, sees, self.dropout if self.training else 0.0, is_causal)
+        y = self.out(y.flatten(-2))
         y = y if mask is None else y.masked_fill(~mask.unsqueeze(-1), 0)
         return y, KeyValueState(k, v, mask=seen_mask)
 

@@ -6,8 +6,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
+import torch
+from torch import Tensor
+
 from fastweights.common.tables import look_up
 from fastweights.layers.checks import check_dropout
+
+
+def check_numbers(tokens: Tensor, vocab_size: int, name: str, unit: str) -> None:
+    """Refuse tokens that are not int64 numbers from 0 to vocab_size - 1."""
+    if tokens.dtype != torch.int64:
+        raise TypeError(f"{name} must be int64 {unit} numbers, got {tokens.dtype}")
+    # Where looking is free: on other devices it would wait for the queue.
+    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocab_size:
+            span = f"from 0 to vocab_size - 1 = {vocab_size - 1}"
+            raise ValueError(f"{name} must be {unit}s {span}, got {low} to {high}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from fastweights.layers.feedforward import FeedForward
 from fastweights.layers.mixers import MIXERS, StackState, mixer
 from fastweights.layers.positions import DIRECTIONS, POSITIONS, encode_positions
 from fastweights.layers.relative import RelativeAttention
-from fastweights.models.configuration import ModelConfig
+from fastweights.models.configuration import ModelConfig, check_numbers
 from fastweights.ops.rules import RULES
 from fastweights.ops.state import State, register_state
 
@@ -304,22 +304,15 @@ class LanguageModel(nn.Module):
         return [None] * len(self.blocks) if state is None else state.layers
 
     def _check(self, tokens: Tensor, state: LanguageModelState | None, dim: int, shape: str) -> None:
-        V = self.config.vocab_size
         if tokens.dim() != dim or 0 in tokens.shape:
             hints = {1: "; one token per row goes through step", 2: "; whole rows go through forward"}
             raise ValueError(f"tokens must have shape {shape}, got {tuple(tokens.shape)}{hints.get(tokens.dim(), '')}")
-        if tokens.dtype != torch.int64:
-            raise TypeError(f"tokens must be int64 word numbers, got {tokens.dtype}")
-        # Where looking is free: on other devices it would wait for the queue.
-        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < 0 or high >= V:
-                raise ValueError(f"tokens must be words from 0 to vocab_size - 1 = {V - 1}, got {low} to {high}")
+        check_numbers(tokens, self.config.vocab_size, "tokens", "word")
         if state is None:
             return
         if not isinstance(state, LanguageModelState) or len(state.layers) != len(self.blocks):
-            found = f"{len(state.layers)} layers" if isinstance(state, LanguageModelState) else type(state).__name__
-            raise ValueError(f"state must be a LanguageModelState of {len(self.blocks)} layers or None, got {found}")
+            got = f"{len(state.layers)} layers" if isinstance(state, LanguageModelState) else type(state).__name__
+            raise ValueError(f"state must be a LanguageModelState of {len(self.blocks)} layers or None, got {got}")
         if dim == 2 and self.training and any(getattr(m, "redraws", False) for m in self.modules()):
             raise ValueError(
                 f"feature map {self.config.feature_map!r} draws new features for each call in training, with which a "

@@ -20,17 +20,18 @@ from fastweights.layers.feedforward import FeedForward
 from fastweights.layers.mixers import StackState
 from fastweights.layers.positions import encode_positions
 from fastweights.layers.softmax import SoftmaxAttention
+from fastweights.models.configuration import check_numbers
 from fastweights.models.translation_config import ATTENTIONS, TranslationModelConfig
 from fastweights.ops.losses.label_smoothing import smoothed_nll
 from fastweights.ops.state import State
 
 
 @dataclass(eq=False)
-class Encoded:
-    """A batch of source sentences as the encoder left them: (B, S, d_model), and which tokens are there."""
+class Encoded(State):
+    """A batch of source sentences as the encoder left them: (B, S, d_model), and which tokens are no padding."""
 
     x: Tensor
-    mask: Tensor | None
+    mask: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -49,22 +50,18 @@ class TranslationState:
     def reorder(self, rows: Tensor, sentences: Tensor | None = None) -> TranslationState:
         """Move row `rows[i]` to row i, so that beams can fork; sentences likewise, None to leave them as they are."""
         source = self.source
-        if sentences is not None and isinstance(source, Encoded):
-            picked = sentences.to(source.x.device)
-            mask = None if source.mask is None else source.mask.index_select(0, picked)
-            source = Encoded(source.x.index_select(0, picked), mask)
-        elif sentences is not None and not isinstance(source, Encoded):
-            source = [memory.reorder(sentences) for memory in source]
+        if sentences is not None:
+            if isinstance(source, Encoded):
+                source = source.reorder(sentences)
+            else:
+                source = [memory.reorder(sentences) for memory in source]
         return TranslationState(source, None if self.past is None else self.past.reorder(rows))
 
     @property
     def nbytes(self) -> int:
         """Bytes held, of the source and of the past."""
-        if isinstance(self.source, Encoded):
-            held = self.source.x.nbytes + (0 if self.source.mask is None else self.source.mask.nbytes)
-        else:
-            held = sum(memory.nbytes for memory in self.source)
-        return held + (0 if self.past is None else self.past.nbytes)
+        sources = [self.source] if isinstance(self.source, Encoded) else self.source
+        return sum(memory.nbytes for memory in sources) + (0 if self.past is None else self.past.nbytes)
 
 
 def _attention(config: TranslationModelConfig, attention: str) -> CrossAttention:
@@ -272,13 +269,4 @@ class TranslationModel(nn.Module):
     def _check(self, tokens: Tensor, what: str) -> None:
         if tokens.dim() != 2 or 0 in tokens.shape:
             raise ValueError(f"{what} must be rows of tokens, at least one by one, got shape {tuple(tokens.shape)}")
-        if tokens.dtype != torch.int64:
-            raise TypeError(f"{what} must be int64 token numbers, got {tokens.dtype}")
-        # Where looking is free: on other devices it would wait for the queue.
-        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < 0 or high >= self.config.vocab_size:
-                raise ValueError(
-                    f"{what} must be tokens from 0 to vocab_size - 1 = {self.config.vocab_size - 1}, "
-                    f"got {low} to {high}"
-                )
+        check_numbers(tokens, self.config.vocab_size, what, "token")
