@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -83,11 +84,7 @@ def launch(task: Task, config: TrainingConfig) -> Fabric:
     if name == "ddp":
         strategy = DataParallel()
     elif name == "fsdp":
-
-        def shard(objective: nn.Module, mesh: DeviceMesh) -> nn.Module:
-            return _shard(objective, mesh, task)
-
-        strategy = ModelParallelStrategy(shard, data_parallel_size=world, tensor_parallel_size=1)
+        strategy = ModelParallelStrategy(partial(_shard, task), data_parallel_size=world, tensor_parallel_size=1)
     precision: Any = config.precision
     fabric = Fabric(
         accelerator=config.accelerator, devices=devices, num_nodes=nodes, strategy=strategy, precision=precision
@@ -108,7 +105,7 @@ def _processes(config: TrainingConfig) -> tuple[int, int]:
     return int(config.devices), config.nodes
 
 
-def _shard(objective: nn.Module, mesh: DeviceMesh, task: Task) -> nn.Module:
+def _shard(task: Task, objective: nn.Module, mesh: DeviceMesh) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     assert isinstance(objective, Objective)
@@ -148,6 +145,5 @@ def maximum_over_processes(fabric: Fabric, values: list[int]) -> list[int]:
     """Return the greatest of each number over all processes, in all of them."""
     if fabric.world_size == 1:
         return values
-    tensor = torch.tensor(values, device=fabric.device)
-    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
-    return tensor.tolist()
+    greatest: Any = fabric.all_reduce(torch.tensor(values, device=fabric.device), reduce_op="max")
+    return greatest.tolist()

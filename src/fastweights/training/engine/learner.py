@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fastweights.common.allocator import keep_freed_memory
 from fastweights.common.tree import map_tensors, pack, to_device, unpack
@@ -18,7 +17,6 @@ from fastweights.training.engine.distributed import ModelCall, Objective, gather
 from fastweights.training.engine.optim import (
     global_norm,
     learning_rate,
-    local_gradients,
     make_optimizer,
     set_learning_rate,
     step_scaled,
@@ -55,7 +53,6 @@ class Learner:
         )
         self._wrapped_optimizer: Any = fabric.setup_optimizers(self._optimizer)
         self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        self._sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
         if config.graph and (reason := refusal(self.device, self.world, self._optimizer.param_groups)):
             raise ValueError(f"graph: {reason}; train without it")
         self._captured = CapturedUpdates(self._make_update, self.device) if config.graph else None
@@ -134,7 +131,7 @@ class Learner:
         if self._weighted:
             # Each process holds the mean over processes of gradients of sums over tokens.
             factor = (self.world / sums["tokens"]).float()
-        norm = global_norm(local_gradients(self._parameters), self._sharded, self.device).float() * factor
+        norm = global_norm(self._parameters, self.device).float() * factor
         finite = torch.isfinite(sums["loss"]) & torch.isfinite(norm)
         # Counts the updates since the first that went wrong, itself included; from there on the weights stand still.
         self._broken += ((self._broken > 0) | ~finite).float()

@@ -89,16 +89,11 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
-def global_norm(gradients: list[Tensor], sharded: bool, device: torch.device) -> Tensor:
+def global_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     """Compute the L2 norm of all gradients, over processes where each has a part, without waiting for the device."""
-    if not gradients:
-        return torch.zeros((), device=device)
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if sharded:
-        squared = norm.square()
-        torch.distributed.all_reduce(squared)
-        norm = squared.sqrt()
-    return norm
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=device)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def step_scaled(optimizer: Optimizer, step: Callable[[], object], factor: Tensor, broken: Tensor) -> None:

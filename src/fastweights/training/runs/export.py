@@ -26,7 +26,7 @@ from fastweights.training.runs.saved import SavedRun, keep_tokenizer
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def export(run: SavedRun[Any, Any, Any], out: Path, *, which: str, dtype: torch.dtype, note: str) -> Checkpoint:
+def export(run: SavedRun, out: Path, *, which: str, dtype: torch.dtype, note: str) -> Checkpoint:
     """Write the model of a run to the new folder `out`; `note` goes to its card.
 
     Raises:
@@ -50,7 +50,7 @@ def export(run: SavedRun[Any, Any, Any], out: Path, *, which: str, dtype: torch.
 
 
 def _card(
-    run: SavedRun[Any, Any, Any],
+    run: SavedRun,
     stored: dict[str, Any],
     checkpoint: Checkpoint,
     dtype: torch.dtype,

@@ -74,12 +74,12 @@ class RunFolder:
         try:
             stored = json.loads(path.read_text())
             known = stored["format"] == FORMAT
-            there = {"task": stored["task"], "training": stored["training"]} if known else {}
+            before = _flat({"task": stored["task"], "training": stored["training"]}) if known else {}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path} is not the configuration of a run ({error!r}); choose another folder") from None
         if not known:
             raise RunError(f"{path} has format {stored['format']!r}, this version reads format {FORMAT}")
-        before, now = _flat(there), _flat(asked)
+        now = _flat(asked)
         free = {f"training.{name}" for name in TrainingConfig.free()}
         names = sorted((before.keys() | now.keys()) - free)
         absent = object()

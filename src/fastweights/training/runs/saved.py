@@ -13,17 +13,15 @@ import json
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
 
 from fastweights.common.files import write_atomically
 from fastweights.common.provenance import PACKAGE
 from fastweights.data.pairs.corpus import PairTokenizer, ParallelCorpus
 from fastweights.data.text.corpus import Corpus
 from fastweights.data.tokenizer import TOKENIZERS, Tokenizer
-from fastweights.models.configuration import ModelConfig
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig
 from fastweights.models.translation import TranslationModel
 from fastweights.models.translation_config import TranslationModelConfig
@@ -34,27 +32,18 @@ from fastweights.training.runs.folder import RunError
 DEMO = PACKAGE / "demo"
 
 
-class _Corpus(Protocol):
-    @classmethod
-    def load(cls, folder: str | Path, *, verify: bool = False) -> Self: ...
-
-
-ConfigT = TypeVar("ConfigT", bound=ModelConfig)
-ModelT = TypeVar("ModelT", bound=nn.Module)
-CorpusT = TypeVar("CorpusT", bound=_Corpus)
-
-
 @dataclass(frozen=True)
-class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
+class SavedRun:
     """What training left in `folder`; subclasses say for which task.
 
     Attributes:
         model: configuration of the model.
         task, about: what the folder's `config.json` says of the task and of where the run was made.
+        classes: of a subclass: those of configuration, model and corpus.
     """
 
     folder: Path
-    model: ConfigT
+    model: Any
     task: dict[str, Any]
     about: dict[str, Any]
 
@@ -62,7 +51,7 @@ class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
     what: ClassVar[str]
     command: ClassVar[str]
     without_corpus: ClassVar[str] = ""
-    classes: ClassVar[tuple[type[Any], type[Any], type[Any]]]
+    classes: ClassVar[tuple[Any, Any, Any]]
 
     @classmethod
     def open(cls, folder: Path | str) -> Self:
@@ -79,7 +68,7 @@ class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path} cannot be used by this version: {error}") from None
 
-    def load(self, which: str = "best", device: str | torch.device = "cpu") -> tuple[ModelT, Checkpoint]:
+    def load(self, which: str = "best", device: str | torch.device = "cpu") -> tuple[Any, Checkpoint]:
         """Return the model in evaluation mode, and the checkpoint that its weights are from.
 
         Raises:
@@ -101,7 +90,7 @@ class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
                 )
         return model.to(device).eval(), checkpoint
 
-    def corpus(self, data: Path | str | None = None) -> CorpusT:
+    def corpus(self, data: Path | str | None = None) -> Any:
         """Return the corpus it was trained on, from where it was then or from `data`."""
         if data is None and "data" not in self.about:
             raise RunError(
@@ -109,7 +98,7 @@ class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
                 f"{self.without_corpus}"
             )
         folder = Path(data) if data is not None else Path(self.about["data"])
-        corpus: CorpusT = self.classes[2].load(folder)
+        corpus = self.classes[2].load(folder)
         difference = self._difference(corpus)
         if difference is not None:
             raise RunError(
@@ -122,7 +111,7 @@ class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
         """Return the tokenizer, from the copy in the run's folder, or from its corpus where there is none."""
 
     @abstractmethod
-    def _difference(self, corpus: CorpusT) -> str | None:
+    def _difference(self, corpus: Any) -> str | None:
         """Say in what a corpus differs from that of the training."""
 
     def _trained_on(self, key: str) -> Any:
@@ -137,7 +126,7 @@ class SavedRun(Generic[ConfigT, ModelT, CorpusT]):
 
 
 @dataclass(frozen=True)
-class LanguageRun(SavedRun[LanguageModelConfig, LanguageModel, Corpus]):
+class LanguageRun(SavedRun):
     """What training left in `folder` for a `LanguageTask`."""
 
     name = "language"
@@ -174,7 +163,7 @@ class LanguageRun(SavedRun[LanguageModelConfig, LanguageModel, Corpus]):
 
 
 @dataclass(frozen=True)
-class TranslationRun(SavedRun[TranslationModelConfig, TranslationModel, ParallelCorpus]):
+class TranslationRun(SavedRun):
     """What training left in `folder` for a `TranslationTask`; any corpus of the same tokenizer can be its own."""
 
     name = "translation"

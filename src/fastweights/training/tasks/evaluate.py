@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastweights.common.tables import look_up
-from fastweights.data.text.corpus import TokenStream
+from fastweights.data.text.corpus import Segments, TokenStream, Windows
 from fastweights.layers.relative import RelativeAttention
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig
 
@@ -163,9 +163,14 @@ def measure(
         if how.mem_len is not None:
             model.set_memory(how.mem_len, how.clamp_len)
         with torch.no_grad():
-            losses, total = _sliding(model, stream, how) if how.name == "sliding" else _segments(model, stream, how)
+            if how.name == "sliding":
+                windows = stream.windows(how.segment, how.stride or 1, batch=how.batch)
+                losses, total = _of_windows(model, windows), windows.predictions
+            else:
+                segments = stream.segments(how.batch, how.segment)
+                losses, total = _of_segments(model, segments, how.carry), segments.predictions
             # One sum on the device: nothing waits for it before the end.
-            nll, done = torch.zeros((), dtype=torch.float64, device=_device(model)), 0
+            nll, done = torch.zeros((), dtype=torch.float64, device=model.softmax.weight.device), 0
             for batch in losses:
                 nll += batch.double().sum()
                 done += batch.numel()
@@ -177,36 +182,25 @@ def measure(
             model.set_memory(*memory)
 
 
-def _segments(model: LanguageModel, stream: TokenStream, how: Protocol) -> tuple[Iterator[Tensor], int]:
-    segments, device = stream.segments(how.batch, how.segment), _device(model)
-
-    def losses() -> Iterator[Tensor]:
-        state = None
-        for inputs, targets, _, starts in segments:
-            starts = None if starts is None else starts.to(device)
-            nll, after = model.loss(inputs.to(device), targets.to(device), state, starts)
-            state = after if how.carry else None
-            yield nll
-
-    return losses(), segments.predictions
+def _of_segments(model: LanguageModel, segments: Segments, carry: bool) -> Iterator[Tensor]:
+    """Yield the losses of each segment, which with `carry` continues the state of the one before."""
+    device, state = model.softmax.weight.device, None
+    for inputs, targets, _, starts in segments:
+        starts = None if starts is None else starts.to(device)
+        losses, after = model.loss(inputs.to(device), targets.to(device), state, starts)
+        state = after if carry else None
+        yield losses
 
 
-def _sliding(model: LanguageModel, stream: TokenStream, how: Protocol) -> tuple[Iterator[Tensor], int]:
-    windows, device = stream.windows(how.segment, how.stride or 1, batch=how.batch), _device(model)
-
-    def losses() -> Iterator[Tensor]:
-        for inputs, targets, starts in windows:
-            hidden, _ = model(inputs.to(device), starts=None if starts is None else starts.to(device))
-            # The softmax costs more than the rest of the model, and most positions were scored in earlier windows.
-            yield model.softmax(hidden[:, -targets.shape[1] :], targets.to(device))
-
-    return losses(), windows.predictions
+def _of_windows(model: LanguageModel, windows: Windows) -> Iterator[Tensor]:
+    """Yield the losses of each batch of windows, at the positions that are scored."""
+    device = model.softmax.weight.device
+    for inputs, targets, starts in windows:
+        hidden, _ = model(inputs.to(device), starts=None if starts is None else starts.to(device))
+        # The softmax costs more than the rest of the model, and most positions were scored in earlier windows.
+        yield model.softmax(hidden[:, -targets.shape[1] :], targets.to(device))
 
 
 def _memory(model: LanguageModel) -> tuple[int, int | None] | None:
     layers = (module for module in model.modules() if isinstance(module, RelativeAttention))
     return next(((layer.mem_len, layer.clamp_len) for layer in layers), None)
-
-
-def _device(model: LanguageModel) -> torch.device:
-    return model.softmax.weight.device

@@ -8,6 +8,7 @@ train(task, config, "runs/tiny-delta")
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ def check_reading(context: str, order: str) -> None:
         )
 
 
+@dataclass(eq=False)
 class LanguageTask(Task):
     """The next word of a corpus: its training text in `batch_size` rows, read in order, `segment` words at a time.
 
@@ -52,33 +54,32 @@ class LanguageTask(Task):
     `eval_batch` rows, and gives "loss" (nats a word) and "ppl".
     """
 
-    def __init__(
-        self,
-        model: LanguageModelConfig,
-        corpus: Corpus,
-        *,
-        segment: int,
-        batch_size: int,
-        context: str = "limited",
-        eval_batch: int = EVAL_BATCH,
-        documents: str = "none",
-        order: str = "stream",
-        seed: int = 0,
-    ) -> None:
-        check_reading(context, order)
-        look_up(DOCUMENTS, documents, "kind of documents")
-        self.model, self.corpus, self.context, self.documents = model, corpus, context, documents
-        self.segment, self.batch_size, self.eval_batch = segment, batch_size, eval_batch
-        self.carried, self.order, self.seed = context == "carried", order, seed
+    model: LanguageModelConfig
+    corpus: Corpus
+    _: KW_ONLY
+    segment: int
+    batch_size: int
+    context: str = "limited"
+    eval_batch: int = EVAL_BATCH
+    documents: str = "none"
+    order: str = "stream"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_reading(self.context, self.order)
+        look_up(DOCUMENTS, self.documents, "kind of documents")
+        self.carried = self.context == "carried"
         self._check()
         # Layers refuse what a configuration cannot know, such as the options of a feature map.
         with torch.device("meta"):
-            self.n_parameters = LanguageModel(model).n_parameters
-        streams = {"train": corpus.train, "valid": corpus.valid}
-        self._streams = {split: mark_documents(each, corpus.tokenizer, documents) for split, each in streams.items()}
+            self.n_parameters = LanguageModel(self.model).n_parameters
+        tokenizer, documents = self.corpus.tokenizer, self.documents
+        self._streams = {
+            split: mark_documents(self.corpus.split(split), tokenizer, documents) for split in ("train", "valid")
+        }
         self._segments: dict[tuple[int, int], Segments | ShuffledSegments] = {}
         self._check_cut("train", self._cut)
-        self._check_cut("valid", lambda: self._streams["valid"].segments(eval_batch, segment))
+        self._check_cut("valid", lambda: self._streams["valid"].segments(self.eval_batch, self.segment))
 
     def _check_cut(self, split: str, cut: Callable[[], object]) -> None:
         try:
@@ -153,11 +154,7 @@ class LanguageTask(Task):
         return {
             "name": "language",
             "model": self.model.to_dict(),
-            "context": self.context,
-            "segment": self.segment,
-            "batch_size": self.batch_size,
-            "eval_batch": self.eval_batch,
-            "documents": self.documents,
+            **{name: getattr(self, name) for name in ("context", "segment", "batch_size", "eval_batch", "documents")},
             "corpus": {"fingerprint": self.corpus.fingerprint, "vocabulary_sha256": vocabulary["sha256"]},
             **({} if self.order == "stream" else {"order": self.order, "seed": self.seed}),
         }

@@ -10,7 +10,7 @@ from contextlib import closing
 
 import torch
 
-from fastweights.common.processes import Report, in_processes
+from fastweights.common.processes import in_processes
 from fastweights.training.tasks.retrieval_cell import OnProgress, RetrievalConfig, RetrievalResult, train_cell
 from fastweights.training.tasks.retrieval_cuda import train_cuda
 
@@ -47,14 +47,10 @@ def _train_in_processes(
 ) -> Iterator[tuple[RetrievalConfig, RetrievalResult]]:
     """Train on the CPU with `jobs` processes, none of which outlives this iterator."""
 
-    def report(number: int, step: int, loss: float) -> None:
+    def report(number: int, config: RetrievalConfig, step: int, loss: float) -> None:
         if on_progress is not None:
-            on_progress(configs[number], step, loss)
+            on_progress(config, step, loss)
 
-    with closing(in_processes(_work, configs, jobs, report)) as results:
+    with closing(in_processes(train_cell, configs, jobs, report)) as results:
         for number, result in results:
             yield configs[number], result
-
-
-def _work(config: RetrievalConfig, report: Report) -> RetrievalResult:
-    return train_cell(config, lambda _, step, loss: report(step, loss))

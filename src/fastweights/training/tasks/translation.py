@@ -7,6 +7,7 @@ train(task, config, "runs/base-dpfp")
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ _TASK = {
 FIELDS = Fields(TranslationModelConfig, _TASK, {"vocab_size": "follows from the corpus"})
 
 
+@dataclass(eq=False)
 class TranslationTask(Task):
     """The target sentence of each pair, token by token, given the source and the target so far.
 
@@ -52,40 +54,37 @@ class TranslationTask(Task):
         seed: of the order of the pairs.
     """
 
-    def __init__(
-        self,
-        model: TranslationModelConfig,
-        corpus: ParallelCorpus,
-        *,
-        max_tokens: int,
-        max_length: int | None = None,
-        label_smoothing: float = 0.1,
-        bleu_sentences: int = BLEU_SENTENCES,
-        bleu_beam: int = BLEU_BEAM,
-        seed: int = 0,
-    ) -> None:
-        if model.vocab_size != corpus.tokenizer.size:
-            raise ValueError(f"the model has vocab_size {model.vocab_size:,}, the corpus {corpus.tokenizer.size:,}")
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing must be at least 0 and below 1, got {label_smoothing}")
-        if bleu_sentences < 0 or bleu_beam < 1:
-            raise ValueError(
-                f"bleu_sentences must be at least 0 and bleu_beam at least 1, got {bleu_sentences} and {bleu_beam}"
-            )
-        if bleu_sentences:
+    model: TranslationModelConfig
+    corpus: ParallelCorpus
+    _: KW_ONLY
+    max_tokens: int
+    max_length: int | None = None
+    label_smoothing: float = 0.1
+    bleu_sentences: int = BLEU_SENTENCES
+    bleu_beam: int = BLEU_BEAM
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        words = self.corpus.tokenizer.size
+        if self.model.vocab_size != words:
+            raise ValueError(f"the model has vocab_size {self.model.vocab_size:,}, the corpus {words:,}")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}")
+        if self.bleu_sentences < 0 or self.bleu_beam < 1:
+            got = f"got {self.bleu_sentences} and {self.bleu_beam}"
+            raise ValueError(f"bleu_sentences must be at least 0 and bleu_beam at least 1, {got}")
+        if self.bleu_sentences:
             # Now and not after hours of training.
             require_sacrebleu()
-        self.model, self.corpus = model, corpus
-        self.max_tokens, self.max_length, self.label_smoothing = max_tokens, max_length, label_smoothing
-        self.bleu_sentences, self.bleu_beam, self.seed = bleu_sentences, bleu_beam, seed
-        self.score = Score("bleu", higher_is_better=True) if bleu_sentences else Score("loss")
+        self.score = Score("bleu", higher_is_better=True) if self.bleu_sentences else Score("loss")
         # Layers refuse what a configuration cannot know.
         with torch.device("meta"):
-            self.n_parameters = TranslationModel(model).n_parameters
+            self.n_parameters = TranslationModel(self.model).n_parameters
         try:
-            self._train = corpus.split("train").batches(max_tokens, seed=seed, max_length=max_length, shuffle=True)
+            pairs = self.corpus.split("train")
+            self._train = pairs.batches(self.max_tokens, seed=self.seed, max_length=self.max_length, shuffle=True)
         except ValueError as error:
-            raise ValueError(f"the train pairs of {corpus.folder}: {error}") from None
+            raise ValueError(f"the train pairs of {self.corpus.folder}: {error}") from None
         self._device = torch.device("cpu")
 
     @property
@@ -151,12 +150,7 @@ class TranslationTask(Task):
         return {
             "name": "translation",
             "model": self.model.to_dict(),
-            "max_tokens": self.max_tokens,
-            "max_length": self.max_length,
-            "label_smoothing": self.label_smoothing,
-            "bleu_sentences": self.bleu_sentences,
-            "bleu_beam": self.bleu_beam,
-            "seed": self.seed,
+            **{name: getattr(self, name) for name in (*_TASK, "seed")},
             "corpus": {"fingerprint": self.corpus.fingerprint, "tokenizer_sha256": self.corpus.tokenizer.sha256},
         }
 
