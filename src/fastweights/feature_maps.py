@@ -40,7 +40,7 @@ class FeatureMap(nn.Module):
     @overload
     def forward(self, x: Tensor, /, *more: Tensor) -> tuple[Tensor, ...]: ...
     def forward(self, x: Tensor, /, *more: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """phi of each tensor, all with the same random features where the map has any."""
+        """Compute phi of each tensor, all with the same random features where the map has any."""
         for tensor in (x, *more):
             if tensor.shape[-1] != self.d_key:
                 raise ValueError(f"expected (..., d_key = {self.d_key}), got {tuple(tensor.shape)}")
@@ -50,11 +50,11 @@ class FeatureMap(nn.Module):
         return mapped if more else mapped[0]
 
     def map(self, x: Tensor) -> Tensor:
-        """phi(x) with the features as they are."""
+        """Compute phi(x) with the random features as they are."""
         raise AssertionError("a feature map defines `map`")
 
     def scaled(self, x: Tensor) -> Tensor:
-        """phi(x) times some positive number of each token, for callers whose results do not depend on it.
+        """Compute phi(x) times some positive number of each token, for callers whose results do not depend on it.
 
         Those are queries where what they find is divided by phi(q)·z, and all features that are normalised. A map that
         may overflow or underflow takes a number with which it does not. At least float32: what is divided by a small
@@ -176,15 +176,15 @@ class DPFP(FeatureMap):
 
 
 def orthonormal_rows(x: Tensor, n: int) -> Tensor:
-    """n orthonormal rows (..., n, d) from normal x (..., d, d), in random directions.
+    """Return n orthonormal rows (..., n, d) in random directions, from normal x (..., d, d).
 
-    On a GPU by Gram and Schmidt's method, in operations that a CUDA graph can hold, as those of `linalg.qr` cannot be.
+    On a GPU by the method of Gram and Schmidt: a CUDA graph can capture its operations, but not `linalg.qr`.
     """
     return gram_schmidt(x[..., :n, :]) if x.is_cuda else torch.linalg.qr(x)[0].mT[..., :n, :]
 
 
 def gram_schmidt(x: Tensor) -> Tensor:
-    """The rows of x (..., n, d), each less what it has of those before it, at length 1."""
+    """Subtract from each row of x (..., n, d) its part along those before it, and divide it by its length."""
     rows = torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)
     for i in range(x.shape[-2]):
         row = x[..., i : i + 1, :]

@@ -18,7 +18,7 @@ PACKAGE = Path(fastweights.__file__).parent
 
 @cache
 def commit() -> str:
-    """The git commit this package is checked out at, "+dirty" when its files differ; its version when there is none.
+    """Return the git commit this package is checked out at, "+dirty" if its files differ; its version without one.
 
     FASTWEIGHTS_COMMIT names it where the files are a copy without their repository.
     """
@@ -40,7 +40,7 @@ def _git(*arguments: str) -> str:
 
 @cache
 def hardware(device: str) -> str:
-    """The device's name, for the CPU with the number of cores that this process may use."""
+    """Return the device's name, for the CPU with the number of cores that this process may use."""
     if device.startswith("cuda"):
         import torch
 
@@ -49,7 +49,7 @@ def hardware(device: str) -> str:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Count the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -72,11 +72,11 @@ def versions() -> dict[str, str]:
 
 def installed(*packages: str) -> dict[str, str]:
     """Return the versions of those of the packages that are installed."""
-    found = {}
+    versions = {}
     for package in packages:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def origin(device: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The tables that multiply: looking a name up, and saying what would have worked when it is not there."""
+"""Look a name up in a table, and say what would have worked when it is not there."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -8,7 +8,7 @@ Entry = TypeVar("Entry")
 
 
 def look_up(table: Mapping[str, Entry], name: object, what: str) -> Entry:
-    """Entry of `table` called `name`; a ValueError that lists the names and suggests the nearest otherwise."""
+    """Return the entry of `table` called `name`, or raise a ValueError with all names and the nearest."""
     if not isinstance(name, str):
         raise TypeError(f"{what} must be a name, got {type(name).__name__}; known names: {', '.join(table)}")
     if name in table:

@@ -118,10 +118,10 @@ def _finished(
     if {**older, **{_RENAMED.get(name, name): value for name, value in before.items()}} != now:
         raise DataError(f"{out} was prepared with {before}, not {now}; {remedy}")
     if row.find is not None and source is not None and source.exists():
-        there = [(path.name, path.stat().st_size) for path in _paths(row.find(source, request, row.obtain))]
-        read = [(entry["name"], entry["bytes"]) for entry in manifest["source"]["files"]]
-        if there != read:
-            raise DataError(f"{out} was prepared from other files: {read}, now {there}; {remedy}")
+        now_found = [(path.name, path.stat().st_size) for path in _paths(row.find(source, request, row.obtain))]
+        then_read = [(entry["name"], entry["bytes"]) for entry in manifest["source"]["files"]]
+        if now_found != then_read:
+            raise DataError(f"{out} was prepared from other files: {then_read}, now {now_found}; {remedy}")
     wrong = damage(out, manifest)
     if wrong is not None:
         request.report(f"{out} is damaged ({wrong}): preparing it again", 0.0)

@@ -128,14 +128,14 @@ def find(source: Path, names: Sequence[str], obtain: str) -> list[Source]:
         members = _members(source, obtain)
         matches = {name: [Source(source, m) for m in members if PurePosixPath(m).name == name] for name in names}
         holds = members
-    for name, found in matches.items():
-        if not found:
+    for name, places in matches.items():
+        if not places:
             listing = ", ".join(holds[:8]) + (", …" if len(holds) > 8 else "") or "nothing"
             raise DataError(f"there is no {name} in {source}, which holds {listing}; {obtain}")
-        if len(found) > 1:
-            raise DataError(f"{name} is there more than once: {', '.join(place.label for place in found)}; name one")
-        if not found[0].size:
-            raise DataError(f"{found[0].label} is empty; {obtain}")
+        if len(places) > 1:
+            raise DataError(f"{name} is there more than once: {', '.join(place.label for place in places)}; name one")
+        if not places[0].size:
+            raise DataError(f"{places[0].label} is empty; {obtain}")
     return [matches[name][0] for name in names]
 
 
@@ -159,7 +159,7 @@ def text(
     source: Source, progress: Progress = lambda fraction: None, start: int = 0, stop: int | None = None
 ) -> Iterator[str]:
     """Read lines `start` to `stop` of a UTF-8 file, many at a time; the last ends like the others."""
-    line, ended = start, True
+    line = start
     for place, block in source.blocks(progress, start, stop):
         try:
             decoded = block.decode()
@@ -169,20 +169,14 @@ def text(
                 f"{line + block.count(10, 0, error.start) + 1:,}: {error.reason}; convert it, or obtain it again if "
                 "it was cut short"
             ) from None
-        yield decoded if place else decoded.removeprefix("\ufeff")
+        # Only the last line of a file may be without an end.
+        yield (decoded if place else decoded.removeprefix("\ufeff")) + "\n" * (not block.endswith(b"\n"))
         line += block.count(10)
-        ended = block.endswith(b"\n")
-    if not ended:
-        yield "\n"
 
 
 def count_lines(source: Source) -> int:
     """Count the lines of a file, a last one without an end among them."""
-    lines, ended = 0, True
-    for _, block in source.blocks():
-        lines += block.count(10)
-        ended = block.endswith(b"\n")
-    return lines + (not ended)
+    return sum(block.count(10) + (not block.endswith(b"\n")) for _, block in source.blocks())
 
 
 class Hub(NamedTuple):

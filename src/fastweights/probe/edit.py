@@ -36,12 +36,8 @@ def overwrite(state: FastWeightState, keys: Tensor, values: Tensor) -> FastWeigh
         total = (k * z.unsqueeze(2)).sum(-1, keepdim=True)
         # As `safe_divide` has it: there reads are 0, whatever W holds.
         empty = total.abs() < torch.finfo(dtype).tiny ** 0.5
-        z = (
-            z
-            + (k.mT @ torch.linalg.solve(gram, torch.where(empty, gram.diagonal(dim1=-2, dim2=-1)[..., None], 0)))[
-                ..., 0
-            ]
-        )
+        missing = torch.where(empty, gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-1), 0)
+        z = z + (k.mT @ torch.linalg.solve(gram, missing)).squeeze(-1)
         target = target * (k * z.unsqueeze(2)).sum(-1, keepdim=True)
     change = torch.linalg.solve(gram, target - k @ state.W)
     return replace(state, W=state.W + k.mT @ change, z=z)

@@ -83,7 +83,7 @@ def inputs_of(layer: FastWeightAttention, x: Tensor, state: FastWeightState | No
     q, k, v, rule = (heads.pop(name) for name in ("q", "k", "v", "rule"))
     del heads["backend"]
     raw = Inputs(rule, q, k, v, heads, features=features, attention=normalization is not None)
-    found = raw.mapped()
-    named = {"q": found.q, "k": found.k, "v": found.v, "rule": rule, "normalization": normalization, **found.gates}
-    # A convolution's last inputs are of the layer, not of its memory.
-    return named if state is None else {**named, "state": FastWeightState(state.W, state.z)}
+    mapped = raw.mapped()
+    call = {"q": mapped.q, "k": mapped.k, "v": mapped.v, "rule": rule, "normalization": normalization, **mapped.gates}
+    # A convolution's last inputs belong to the layer, not to its memory.
+    return call if state is None else {**call, "state": FastWeightState(state.W, state.z)}

@@ -55,13 +55,13 @@ def language_of(path: Path) -> tuple[str, str]:
 
 def find_sets(folder: Path, languages: tuple[str, str]) -> tuple[dict[str, FileSet], dict[str, str]]:
     """Find the sets of files in a folder by name, and what those of one language alone lack."""
-    found: dict[str, dict[str, list[Path]]] = {}
+    by_name: dict[str, dict[str, list[Path]]] = {}
     for path in sorted(folder.iterdir()):
         name, language = language_of(path)
         if name and language in languages and path.is_file():
-            found.setdefault(name, {}).setdefault(language, []).append(path)
+            by_name.setdefault(name, {}).setdefault(language, []).append(path)
     sets, halves = {}, {}
-    for name, sides in found.items():
+    for name, sides in by_name.items():
         missing = [language for language in languages if language not in sides]
         if missing:
             halves[name] = f"{next(iter(sides.values()))[0]} has no counterpart {name}.{missing[0]} in {folder}"

@@ -84,7 +84,7 @@ def _tokenise(text: str) -> str:
 
 
 def _documents() -> Iterator[tuple[str, list[str], float]]:
-    """Name, paragraphs and place in the whole of each topic and module, in the order of their names."""
+    """Yield name, paragraphs and share of the work done for each topic and module, in the order of their names."""
     # Some distributions leave the reference out; the docstrings are then the corpus.
     with suppress(ImportError):
         from pydoc_data.topics import topics
