@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
+import fastweights as fw
 from fastweights.ops import chunked
+from fastweights.ops.features import MapFeatures
 from fastweights.ops.rules import update_rule
-from tests.ops.calls import CALLS, NORMALIZATIONS, PAIRS, random_call
+from tests.ops.calls import CALLS, HERE, NORMALIZATIONS, PAIRS, random_call
 
 
 def as_function(call, backend):
@@ -28,6 +30,31 @@ def test_gradcheck(rule, backend, normalization, monkeypatch):
 def test_reference_is_differentiable_twice(rule, normalization):
     call = random_call(rule, normalization, B=1, T=3, H=1, D=2, M=2).requiring_grad()
     assert gradgradcheck(as_function(call, "reference"), call.inputs())
+
+
+class Scaled(fw.FeatureMap):
+    """A map that learns."""
+
+    def __init__(self, d_key):
+        super().__init__(d_key)
+        self.scale = torch.nn.Parameter(torch.linspace(1, 2, d_key))
+
+    def map(self, x):
+        return (x * self.scale).relu()
+
+
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("backend", HERE)
+def test_a_map_learns_also_where_nothing_else_does(backend, T):
+    call, phi = random_call("delta", T=T), Scaled(5)
+    q, k, v = (x.float() for x in (call.q, call.k, call.v))
+    beta, mapped = call.gates["beta"].float(), [phi(x) for x in (q, k)]
+    outputs = [
+        fw.fast_weight_memory(q, k, v, beta=beta, backend=backend, features=MapFeatures(phi)),
+        fw.fast_weight_memory(*mapped, v, beta=beta, backend="reference"),
+    ]
+    ours, expected = (torch.autograd.grad(y.sum() + state.W.sum(), phi.scale)[0] for y, state in outputs)
+    torch.testing.assert_close(ours, expected)
 
 
 def test_identity_sigma_of_1991_is_the_sum_rule():

@@ -166,6 +166,7 @@ class Spec(NamedTuple):
             if x is not None:
                 eager = eager and type(x) in PLAIN_TENSORS and not (x.is_neg() or x._is_zerotensor())
                 gradients = gradients or x.requires_grad
+        gradients = torch.is_grad_enabled() and (gradients or _learns(features))
         fields = (
             inputs.rule,
             q.shape,
@@ -183,7 +184,7 @@ class Spec(NamedTuple):
             inputs.normalized,
             features.description,
             features.size(q.shape[3]),
-            gradients and torch.is_grad_enabled(),
+            gradients,
             inputs.in_place,
             eager and not q.is_meta,
             transformed,
@@ -247,6 +248,12 @@ class Spec(NamedTuple):
 
     def _with_keys(self, shape: tuple[int, ...]) -> Spec:
         return self._replace(shape=shape, stride=(), k=(shape, self.dtype, self.device, ()))
+
+
+def _learns(features: Features | MapFeatures) -> bool:
+    """Return whether a feature map has parameters of its own that are trained."""
+    phi = getattr(features, "phi", None)
+    return isinstance(phi, torch.nn.Module) and any(parameter.requires_grad for parameter in phi.parameters())
 
 
 # y (B, T, H, M), W (N, H, D, M) and, under attention normalisation, z (N, H, D).
