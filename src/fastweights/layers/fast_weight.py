@@ -125,10 +125,11 @@ class FastWeightAttention(nn.Module):
         self.beta_max, self.decay_per = beta_max, decay_per
         self._check_gates()
         self.output_norm = output_norm
-        normed, self.open = look_up(OUTPUT_NORMS, output_norm, "output_norm")
+        normed, self.gate_activation = look_up(OUTPUT_NORMS, output_norm, "output_norm")
         gate_sizes = [self.feature_map.dim if self._per_key(gate) else 1 for gate in self.rule.gates]
         q_size = d_head if project_queries else 0
-        self.sizes = [q_size, d_head, self.d_value, self.d_value if self.open else 0, *gate_sizes]
+        # Of a head, in the order of the projection: q, k, v, the gate of the output, the gates of the rule.
+        self.sizes = [q_size, d_head, self.d_value, self.d_value if self.gate_activation else 0, *gate_sizes]
         self.project = Linear(d_model, n_heads * sum(self.sizes), bias=bias)
         self.out = Linear(n_heads * self.d_value, d_model, bias=bias)
         self.norm = nn.RMSNorm(self.d_value, eps=1e-5) if normed else None
@@ -185,9 +186,9 @@ class FastWeightAttention(nn.Module):
         x = check_input(x, self.d_model, mask)
         if self.feature_map.training:
             self.feature_map.redraw()
-        heads, opening, recent = self.memory_inputs(x, state, mask, cu_seqlens, starts)
-        y, state = fast_weight_memory(**heads, state=state, mask=mask, cu_seqlens=cu_seqlens, starts=starts)
-        y = self._join(y, opening)
+        call, output_gate, recent = self.memory_inputs(x, state, mask, cu_seqlens, starts)
+        y, state = fast_weight_memory(**call, state=state, mask=mask, cu_seqlens=cu_seqlens, starts=starts)
+        y = self._project_back(y, output_gate)
         state = state if recent is None else replace(state, recent=recent)
         return y if mask is None else y.masked_fill(~mask.unsqueeze(-1), 0), state
 
@@ -200,9 +201,10 @@ class FastWeightAttention(nn.Module):
         """
         x = check_token(x, self.d_model)
         # Random features stay as they are: a memory can only be read with the features it was written with.
-        heads, opening, recent = self.memory_inputs(x, state)
-        y, state = fast_weight_memory(**heads, state=state, in_place=in_place)
-        return self._join(y, opening).squeeze(1), state if recent is None else replace(state, recent=recent)
+        call, output_gate, recent = self.memory_inputs(x, state)
+        y, state = fast_weight_memory(**call, state=state, in_place=in_place)
+        y = self._project_back(y, output_gate).squeeze(1)
+        return y, state if recent is None else replace(state, recent=recent)
 
     def memory_inputs(
         self,
@@ -212,27 +214,20 @@ class FastWeightAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         starts: Tensor | None = None,
     ) -> tuple[dict[str, Any], Tensor | None, Tensor | None]:
-        """Return what the memory takes, what opens the output's gate, and what the convolution carries on.
+        """Return arguments of `fast_weight_memory`, the logits of the output's gate, and the convolution's last inputs.
 
-        The memory takes raw heads of x and logits of gates, and is told what to do with them.
+        The memory gets raw heads of x and logits of gates, and is told what to do with them.
         """
         check_dtype(x, self.project)
-        projected, recent = self.project(x), None
-        if self.conv is not None:
-            if state is not None and state.recent is None:
-                raise ValueError("state has no `recent`, which a layer with a short convolution carries")
-            mixed, rest = projected.split([self.conv.channels, projected.shape[-1] - self.conv.channels], -1)
-            before = None if state is None else state.recent
-            mixed, recent = self.conv(mixed, before, mask, cu_seqlens, starts)
-            projected = torch.cat([mixed, rest], -1)
+        projected, recent = self._convolve(self.project(x), state, mask, cu_seqlens, starts)
         # All heads of q, then all of k, and so on: every head starts where 16 bytes can be loaded at once.
         parts = iter(projected.split([self.n_heads * size for size in self.sizes if size], -1))
-        split: list[Any] = [next(parts).unflatten(-1, (self.n_heads, size)) if size else None for size in self.sizes]
-        q, k, v, opening, *gates = split
+        heads: list[Any] = [next(parts).unflatten(-1, (self.n_heads, size)) if size else None for size in self.sizes]
+        q, k, v, output_gate, *raw_gates = heads
         q = q if self.project_queries else x.unflatten(-1, (self.n_heads, -1))
         v = v if self.conv is None else F.silu(v)
-        named, logits = self._gates(gates)
-        heads = {
+        gates, logits = self._gates(raw_gates)
+        call = {
             "q": q.to(v.dtype),
             "k": k,
             "v": v,
@@ -240,35 +235,53 @@ class FastWeightAttention(nn.Module):
             "normalization": self.memory_normalization,
             "backend": self.backend,
             "features": MapFeatures(self.feature_map, self.normalize, logits=logits),
-            **named,
+            **gates,
         }
-        return heads, opening, recent
+        return call, output_gate, recent
 
-    def _join(self, y: Tensor, opening: Tensor | None) -> Tensor:
+    def _convolve(
+        self,
+        projected: Tensor,
+        state: FastWeightState | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        starts: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Convolve q, k and v, where the layer has a convolution, and return its last inputs as well."""
+        if self.conv is None:
+            return projected, None
+        if state is not None and state.recent is None:
+            raise ValueError("state has no `recent`, which a layer with a short convolution carries")
+        mixed, rest = projected.split([self.conv.channels, projected.shape[-1] - self.conv.channels], -1)
+        mixed, recent = self.conv(mixed, None if state is None else state.recent, mask, cu_seqlens, starts)
+        return torch.cat([mixed, rest], -1), recent
+
+    def _project_back(self, y: Tensor, output_gate: Tensor | None) -> Tensor:
         """Normalise, gate and project what all heads have read, (B, T, H, M), back to (B, T, d_model)."""
         if self.norm is not None:
             assert self.norm.eps is not None
-            y = gated_rms_norm(y, self.norm.weight, opening, self.open, self.norm.eps, self.output_scale)
-            projected: Tensor = self.out(y.flatten(-2))
-        else:
-            projected = self.out(y.flatten(-2) if self.output_scale == 1 else y.flatten(-2) * self.output_scale)
+            scale, activation = self.output_scale, self.gate_activation
+            y = gated_rms_norm(y, self.norm.weight, output_gate, activation, self.norm.eps, scale)
+        elif self.output_scale != 1:
+            y = y * self.output_scale
+        projected: Tensor = self.out(y.flatten(-2))
         return projected
 
-    def _gates(self, raws: list[Tensor]) -> tuple[dict[str, Tensor], bool]:
+    def _gates(self, raw_gates: list[Tensor]) -> tuple[dict[str, Tensor], bool]:
         """Return the rule's gates by name, and whether those that are no logarithms are still logits."""
         logits = self.beta_max == 1
-        named = {}
-        for gate, raw in zip(self.rule.gates, raws, strict=True):
+        gates = {}
+        for gate, raw in zip(self.rule.gates, raw_gates, strict=True):
             raw = raw if self._per_key(gate) else raw.squeeze(-1)
             if self._by_rate(gate):
-                named[f"log_{gate.name}"] = self._log_decay(raw)
+                gates[f"log_{gate.name}"] = self._log_decay(raw)
                 continue
             if gate.bias is not None:
                 bias: Tensor = getattr(self, f"{gate.name}_bias")
                 raw = _wide(raw) + (bias if gate.per == "head" else bias.unsqueeze(-1))
-            most = self.beta_max if gate.name == "beta" else 1.0
-            named[gate.name] = raw if logits else most * _wide(raw).sigmoid()
-        return named, logits
+            greatest = self.beta_max if gate.name == "beta" else 1.0
+            gates[gate.name] = raw if logits else greatest * _wide(raw).sigmoid()
+        return gates, logits
 
     def _log_decay(self, raw: Tensor) -> Tensor:
         rates, bias = _wide(self.A_log).exp(), _wide(self.dt_bias)
