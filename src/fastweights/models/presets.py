@@ -4,8 +4,9 @@
 `medium` are the paper's, and `tiny` is their shape for a computer without a GPU. `small-fast` is the paper's small
 model with a recipe of our own, for minutes on one GPU instead of days on two.
 
-A preset is a function that returns a `LanguageModelConfig`; any field can be given to it by name. `RECIPES` has the
-settings of its training. The perplexities are the paper's, validation / test, with a sliding window of L words.
+A preset is a function that returns a `LanguageModelConfig`; any field can be given to it by name, and so can `rule` and
+`context`. `RECIPES` has the settings of its training. The perplexities are the paper's, validation / test, with a
+sliding window of L words.
 """
 
 from __future__ import annotations
@@ -130,12 +131,10 @@ def quick(
     if mixer == "delta" and not (rule and update_rule(rule).only_adds):
         usual |= {"feature_map": "silu", "normalization": "l2", "output_scale": False}
         rule = rule or "gated_delta"
-    return _config("quick", mixer, rule, context, {**usual, **overrides})
+    return _config("quick", mixer, rule, context, **{**usual, **overrides})
 
 
-def small(
-    mixer: str = "delta", rule: str | None = None, context: str = "limited", **overrides: Any
-) -> LanguageModelConfig:
+def small(mixer: str = "delta", **fields: Any) -> LanguageModelConfig:
     """16 layers, d_model 128, 8 heads, L = 256: Tables 2 and 5 on WikiText-103, 44 M parameters.
 
     Command: `fastweights train lm --preset small --mixer delta`.
@@ -144,12 +143,10 @@ def small(
     rule="delta" 36.1 / 37.2. Table 5, not overcapacity: performer with feature_map_options={"m": 16} 38.0 / 38.8 and
     delta 36.0 / 37.0; dpfp 37.7 / 38.8 and delta 33.9 / 35.0.
     """
-    return _config("small", mixer, rule, context, overrides)
+    return _config("small", mixer, **fields)
 
 
-def medium(
-    mixer: str = "delta", rule: str | None = None, context: str = "limited", **overrides: Any
-) -> LanguageModelConfig:
+def medium(mixer: str = "delta", **fields: Any) -> LanguageModelConfig:
     """16 layers, d_model 256, 8 heads, L = 384: Tables 2 to 4 on WikiText-103, 90 M parameters.
 
     Command: `fastweights train lm --preset medium --mixer delta`.
@@ -159,31 +156,27 @@ def medium(
     with both 29.2 / 31.2. Table 4, context="carried": delta 27.8 / 29.4, linear over 260, and xl with a memory of
     15, 64, 128 and 384 words 65.7 / 65.5, 29.3 / 30.1, 26.4 / 27.4 and 24.6 / 25.5.
     """
-    return _config("medium", mixer, rule, context, overrides)
+    return _config("medium", mixer, **fields)
 
 
-def tiny(
-    mixer: str = "delta", rule: str | None = None, context: str = "limited", **overrides: Any
-) -> LanguageModelConfig:
+def tiny(mixer: str = "delta", **fields: Any) -> LanguageModelConfig:
     """4 layers, d_model 128, 4 heads, L = 128: learns from WikiText-2 on two CPU cores, 5 M parameters.
 
     Command: `fastweights train lm --preset tiny --mixer delta`.
     Cost: 4.1 M words, two epochs of WikiText-2.
     Expected: the paper has no such model; `results/table2` has what was measured on WikiText-2 after 3,600 steps.
     """
-    return _config("tiny", mixer, rule, context, overrides)
+    return _config("tiny", mixer, **fields)
 
 
-def small_fast(
-    mixer: str = "delta", rule: str | None = None, context: str = "limited", **overrides: Any
-) -> LanguageModelConfig:
+def small_fast(mixer: str = "delta", **fields: Any) -> LanguageModelConfig:
     """The model of `small`, without dropout, to be trained within minutes; not the paper's recipe, one for all mixers.
 
     Command: `fastweights train lm --preset small-fast --mixer delta --precision bf16 --compile default --graph`.
     Cost: 516 M words, five passes over a text of WikiText-103's size; minutes on an H200.
     Expected: the paper has no such training; `results/table2` has what was measured on Wikipedia, where it has been.
     """
-    return small(mixer, rule, context, **{"dropout": 0.0, **overrides})
+    return small(mixer, **{"dropout": 0.0, **fields})
 
 
 PRESETS: dict[str, Callable[..., LanguageModelConfig]] = {
@@ -196,7 +189,7 @@ PRESETS: dict[str, Callable[..., LanguageModelConfig]] = {
 
 
 def _config(
-    preset: str, mixer: str, rule: str | None, context: str, overrides: Mapping[str, Any]
+    preset: str, mixer: str, rule: str | None = None, context: str = "limited", **overrides: Any
 ) -> LanguageModelConfig:
     """Make a configuration of the preset's sizes, what follows from mixer, rule and context, and the overrides."""
     choice = look_up(MIXER_CHOICES, mixer, "mixer")

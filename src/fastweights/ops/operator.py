@@ -13,6 +13,7 @@ tensors, tensor subclasses) sees custom ops.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -176,12 +177,15 @@ class Operator:
         return [torch.cat(same, axis) for same, axis in zip(zip(*parts, strict=True), axes, strict=True)], axes
 
 
+@dataclass(eq=False, slots=True)
 class Bound:
     """An operator with settings, as `ops.family.Recurrence` has it; eager calls share a plan, made at the first."""
 
-    def __init__(self, operator: Operator, settings: tuple[Any, ...], eager: bool, tied: bool) -> None:
-        self.operator, self.settings, self.eager, self.tied = operator, settings, eager, tied
-        self.plan: Passes | None = None
+    operator: Operator
+    settings: tuple[Any, ...]
+    eager: bool
+    tied: bool
+    plan: Passes | None = None
 
     def __call__(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         """Compute y and the final W: without gradients where the call is eager, else by the custom op."""

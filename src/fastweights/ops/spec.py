@@ -270,10 +270,6 @@ class Refusal:
 Prepare = Callable[[Spec], Executable | Refusal]
 
 
-def _always() -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Backend:
     """One way to compute the memory.
@@ -289,7 +285,7 @@ class Backend:
     name: str
     description: str
     prepare: Prepare
-    unavailable: Callable[[], str | None] = _always
+    unavailable: Callable[[], str | None] = lambda: None
     single_tokens: Callable[[Spec], bool] = lambda spec: True
 
 

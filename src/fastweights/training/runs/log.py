@@ -7,10 +7,11 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -192,7 +193,7 @@ class RunLog:
         """Start writing, for a run that has made `step` updates; to `watch` too."""
         self._sinks.append(JsonLines(out / "log.jsonl", step, self.warn))
         self._sinks += [] if watch is None else [watch]
-        if config.tensorboard and _tensorboard_is_installed():
+        if config.tensorboard and find_spec("tensorboard") is not None:
             self._sinks.append(TensorBoard(out / "tensorboard", step))
         if config.wandb is not None:
             self._sinks.append(WandB(config.wandb, out, {"task": task, "training": config.describe()}))
@@ -202,9 +203,7 @@ class RunLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for sink in self._sinks:
             sink.close()
 
@@ -233,16 +232,8 @@ class RunLog:
         self.console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True, style="bold red")
 
 
-def _tensorboard_is_installed() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("tensorboard") is not None
-
-
-def memory_in_use(device: Any) -> int:
+def memory_in_use(device: torch.device) -> int:
     """Return the most bytes held so far: allocated on the GPU, or resident in this process."""
-    import torch
-
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 _WATCHED = (signal.SIGINT, signal.SIGTERM)
@@ -37,9 +37,7 @@ class Signals:
             self._before = {number: signal.signal(number, self._note) for number in _WATCHED}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
