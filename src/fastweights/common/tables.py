@@ -1,6 +1,6 @@
 """Look a name up in a table, and say what would have worked when it is not there."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -16,3 +16,8 @@ def look_up(table: Mapping[str, Entry], name: object, what: str) -> Entry:
     near = get_close_matches(name, table, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"unknown {what} {name!r}{hint} (known: {', '.join(table)})")
+
+
+def check_name(names: Iterable[str], name: object, what: str) -> None:
+    """Raise the errors of `look_up` unless `name` is one of `names`."""
+    look_up(dict.fromkeys(names), name, what)

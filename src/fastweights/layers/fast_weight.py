@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastweights.common.tables import look_up
+from fastweights.common.tables import check_name, look_up
 from fastweights.feature_maps import FeatureMap, feature_map
 from fastweights.layers.checks import check_dtype, check_input, check_token, head_size
 from fastweights.layers.linear import Linear
@@ -159,7 +159,7 @@ class FastWeightAttention(nn.Module):
             )
             raise ValueError(f"beta_max {what}, got {self.beta_max}")
         if self.decay_per is not None:
-            look_up({"head": None, "key": None}, self.decay_per, "decay_per")
+            check_name(("head", "key"), self.decay_per, "decay_per")
             if DECAY not in self.rule.gates:
                 raise ValueError(f"decay_per is for rules with a decay, which {self.rule.name!r} has not; leave it out")
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fastweights.common.tables import look_up
+from fastweights.common.tables import check_name
 
 BACKENDS = ("auto", "fused", "dense")
 
 
 def check_backend(backend: str) -> str:
     """Return `backend` if there is one of that name."""
-    look_up(dict.fromkeys(BACKENDS), backend, "backend")
+    check_name(BACKENDS, backend, "backend")
     return backend
 
 

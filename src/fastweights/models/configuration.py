@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from fastweights.common.tables import look_up
+from fastweights.common.tables import check_name
 from fastweights.layers.checks import check_dropout
 
 
@@ -44,7 +44,7 @@ class ModelConfig:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         for name, known in choices.items():
-            look_up(dict.fromkeys(known), getattr(self, name), name)
+            check_name(known, getattr(self, name), name)
         for name in dropouts:
             try:
                 check_dropout(getattr(self, name))
@@ -55,7 +55,7 @@ class ModelConfig:
     def check_names(cls, values: Iterable[str]) -> None:
         """Refuse names that are no fields, with the nearest that is one."""
         for name in values:
-            look_up({f.name: f for f in fields(cls)}, name, f"field of {cls.__name__}")
+            check_name([f.name for f in fields(cls)], name, f"field of {cls.__name__}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field, ready for JSON."""

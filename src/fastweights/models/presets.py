@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastweights.common.tables import look_up
+from fastweights.common.tables import check_name, look_up
 from fastweights.layers.fast_weight import RECIPES as LAYER_RECIPES
 from fastweights.models.language_model import LanguageModelConfig
 from fastweights.ops.rules import update_rule
@@ -193,7 +193,7 @@ def _config(
 ) -> LanguageModelConfig:
     """Make a configuration of the preset's sizes, what follows from mixer, rule and context, and the overrides."""
     choice = look_up(MIXER_CHOICES, mixer, "mixer")
-    look_up(dict.fromkeys(CONTEXTS), context, "context")
+    check_name(CONTEXTS, context, "context")
     LanguageModelConfig.check_names(overrides)
     values: dict[str, Any] = {**SIZES[preset], **overrides}
     if "cutoffs" not in overrides:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastweights.common.tables import look_up
+from fastweights.common.tables import check_name
 from fastweights.ops import backends
 from fastweights.ops.features import PLAIN, Features, MapFeatures
 from fastweights.ops.product import on_single_writes, one_write_per_step, writes_per_token
@@ -93,7 +93,7 @@ def fast_weight_memory(
     """
     rule, name = update_rule(rule), backends.requested(backend)
     if normalization not in (None, "attention"):
-        look_up({"attention": None, "None": None}, normalization, "normalization")
+        check_name(("attention", "None"), normalization, "normalization")
     if not (state is None or isinstance(state, FastWeightState)):
         raise TypeError(f"state must be a FastWeightState or None, got {type(state).__name__}")
     q, k, v = _autocast(q, k, v)
@@ -231,7 +231,7 @@ def _check_gates(inputs: Inputs) -> None:
             takes = " and ".join(rule.gate_names) or "no gates"
             known = {gate for other in RULES.values() for gate in other.idle}
             if name not in known:
-                look_up(dict.fromkeys((*sorted(known), *_ARGUMENTS)), name, "argument of fast_weight_memory")
+                check_name((*sorted(known), *_ARGUMENTS), name, "argument of fast_weight_memory")
             x = gates[name]
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"rule {rule.name!r} has no {name} (it takes {takes}), got shape {got}; leave it out")

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.common.tables import look_up
+from fastweights.common.tables import check_name, look_up
 
 Read = Callable[[Tensor, Tensor], Tensor]
 
@@ -193,7 +193,7 @@ def update_rule(rule: str | Rule, **options: str) -> Rule:
     for option, value in options.items():
         if option not in base.options:
             raise ValueError(f"rule {base.name!r} has no option {option!r} (options: {list(base.options)})")
-        look_up(dict.fromkeys(base.options[option]), value, f"{option} of rule {base.name!r}")
+        check_name(base.options[option], value, f"{option} of rule {base.name!r}")
     return _with_options(base.name, *sorted({**dict(base.chosen), **options}.items()))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastweights.common.tables import look_up
+from fastweights.common.tables import check_name, look_up
 from fastweights.feature_maps import feature_map as make_map
 from fastweights.layers.fast_weight import NORMALIZATIONS
 from fastweights.ops.memory import fast_weight_memory
@@ -95,7 +95,7 @@ def capacity(
         if least < 1:
             raise ValueError(f"{name} must be at least 1, got {least}")
     for name in gates:
-        look_up(dict.fromkeys(rule.idle), name, f"gate of rule {rule.name!r}")
+        check_name(rule.idle, name, f"gate of rule {rule.name!r}")
     generator = torch.Generator().manual_seed(seed)
     phi = make_map(feature_map, d_key, **(feature_map_options or {})).double().eval()
     phi.redraw(generator)

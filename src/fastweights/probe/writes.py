@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastweights.common.tables import look_up
+from fastweights.common.tables import check_name, look_up
 from fastweights.ops.family import coefficients_of, outside
 from fastweights.ops.memory import check
 from fastweights.ops.normalization import safe_divide
@@ -143,7 +143,7 @@ def _family_inputs(
     if reason is not None:
         raise ValueError(f"{reason}, so that its reads are no sums over writes; use a rule of the family")
     if normalization not in (None, "attention"):
-        look_up({"attention": None, "None": None}, normalization, "normalization")
+        check_name(("attention", "None"), normalization, "normalization")
     taken = {name: gate for name, gate in gates.items() if gate is not None}
     W, z = (None, None) if state is None else (state.W, state.z)
     inputs = Inputs(rule, q, k, v, taken, W, z, attention=normalization is not None)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
-from fastweights.common.tables import look_up
+from fastweights.common.tables import check_name
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 STRATEGIES = ("auto", "single", "ddp", "fsdp")
@@ -184,14 +184,14 @@ class Fields:
         """Refuse a name that cannot be set with a ValueError that has the nearest that can."""
         if name in self.decided:
             raise ValueError(f"{name} cannot be set: it {self.decided[name]}")
-        look_up(dict.fromkeys([*self.model, *self.task, *self.training]), name, "field")
+        check_name([*self.model, *self.task, *self.training], name, "field")
 
     def sort(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Divide settings into those of model, task and training."""
         for name, value in settings.items():
             self.check(name)
             if name in _CHOICES and isinstance(value, str):
-                look_up(dict.fromkeys(_CHOICES[name]), value, name)
+                check_name(_CHOICES[name], value, name)
         parts = [{n: v for n, v in settings.items() if n in part} for part in (self.model, self.task, self.training)]
         return parts[0], parts[1], parts[2]
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastweights.common.tables import look_up
+from fastweights.common.tables import check_name
 from fastweights.data.text.corpus import Segments, TokenStream, Windows
 from fastweights.layers.relative import RelativeAttention
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig
@@ -108,7 +108,7 @@ def protocol(
     for the 15 of Table 4. Under "carried" distances above `clamp_len`, by default the length of a segment in training,
     count as that one, as in the authors' evaluation.
     """
-    look_up(dict.fromkeys(PROTOCOLS), name, "protocol")
+    check_name(PROTOCOLS, name, "protocol")
     for option, value in (("segment", segment), ("stride", stride), ("batch", batch), ("clamp_len", clamp_len)):
         if value is not None and value < 1:
             raise ValueError(f"{option} must be at least 1, got {value}")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastweights.common.tables import look_up
+from fastweights.common.tables import check_name, look_up
 from fastweights.data.text.corpus import Corpus, Segment, Segments, ShuffledSegments
 from fastweights.data.text.documents import DOCUMENTS, mark_documents
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState, check_forgets
@@ -33,8 +33,8 @@ _USUAL = {"context": "limited", "order": "stream", "documents": "none", "eval_ba
 
 def check_reading(context: str, order: str) -> None:
     """Refuse a context or an order that does not exist, or that do not go together."""
-    look_up(dict.fromkeys(CONTEXTS), context, "context")
-    look_up(dict.fromkeys(ORDERS), order, "order")
+    check_name(CONTEXTS, context, "context")
+    check_name(ORDERS, order, "order")
     if (context, order) == ("carried", "shuffled"):
         raise ValueError(
             "context 'carried' continues the segment before, and order 'shuffled' leaves none; take order 'stream', "
