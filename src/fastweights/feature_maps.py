@@ -254,7 +254,7 @@ class FAVOR(FeatureMap):
 
     @property
     def kernel(self) -> str | None:  # type: ignore[override]
-        """The map as kernels know it: with a level of keys that does not hang on the draw."""
+        """The map as kernels know it, unless features are stabilised by their largest entry."""
         return None if self.stabilize else "favor"
 
     @property

@@ -1,4 +1,4 @@
-"""What the C library does with memory that PyTorch frees on the CPU."""
+"""Keep memory that PyTorch frees on the CPU from going back to the system."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLE
 
 
 def keep_freed_memory() -> None:
-    """Keep up to 1 GiB of freed memory in this process, where the C library is glibc and nobody has told it otherwise.
+    """Keep up to 1 GiB of freed memory in this process, where the C library is glibc and no variable sets it otherwise.
 
     It gives large blocks back as soon as they are free, and the next update of a training gets them anew, page by page,
     each emptied by the system.

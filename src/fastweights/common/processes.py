@@ -1,4 +1,4 @@
-"""Work in several processes at a time, none of which outlives the iterator that started them."""
+"""Work in several processes at a time, which end with the iterator that started them at the latest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def in_processes(
     jobs: int,
     on_report: Callable[..., None] = lambda number, *content: None,
 ) -> Generator[tuple[int, Result], None, None]:
-    """Yield the number of each task and its result as soon as it is there, in any order.
+    """Yield the number of each task and its result as soon as it is ready, in any order.
 
     Args:
         work: takes a task and a function that reports on it; a function of a module, or a `partial` of one.
@@ -103,7 +103,7 @@ def _serve(pipe: Connection[Any, Any], work: Callable[[Any, Report], Any], threa
         try:
             pipe.send(("done", work(task, report)))
         except Exception as error:
-            # Nobody may be listening any more, or the error may not be one that can be sent.
+            # The other process may have stopped reading, and some errors cannot be pickled.
             with suppress(OSError):
                 try:
                     pipe.send(("failed", error))

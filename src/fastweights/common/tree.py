@@ -30,7 +30,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in it, in the order in which `map_tensors` comes to them."""
+    """Return the tensors in a nest, in the order of `map_tensors`."""
     tensors: list[Tensor] = []
     map_tensors(lambda tensor: tensors.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
     return tensors

@@ -39,7 +39,7 @@ class DataError(ValueError):
 
 
 def silent(stage: str, fraction: float) -> None:
-    """Report to nobody."""
+    """Report nothing."""
 
 
 def checksum(path: Path) -> dict[str, Any]:

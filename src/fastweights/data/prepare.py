@@ -197,7 +197,7 @@ def _sets(sources: CorpusFiles) -> dict[str, str]:
 
 
 def _set_name(source: Source) -> str:
-    """Return the name of a file, and of which published corpus it is where it is known by its content."""
+    """Return the name of a file, and of the published corpus that it is from if its content is known."""
     name = source.path.name if source.member is None else PurePosixPath(source.member).name
     digest = hashlib.sha256()
     for _, block in source.blocks():

@@ -22,7 +22,7 @@ from fastweights.data.manifest import DataError
 
 EOS = "<eos>"
 UNKNOWN = "<unk>"
-# Pieces of byte pair encoding where nobody says how many.
+# Pieces of byte pair encoding by default.
 PIECES = 8_192
 BYTES = [bytes([number]) for number in range(256)]
 

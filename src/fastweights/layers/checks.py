@@ -27,7 +27,7 @@ def check_dropout(dropout: float) -> float:
 
 
 def check_input(x: Tensor, d_model: int, mask: Tensor | None) -> Tensor:
-    """Check x and `mask`, and return x with zeros for padding, whatever stood there."""
+    """Check x and `mask`, and return x with zeros at padding."""
     if x.dim() != 3 or x.shape[-1] != d_model or 0 in x.shape:
         hint = "; one token goes through step" if x.dim() == 2 else ""
         raise ValueError(f"x must have shape (B, T, d_model = {d_model}), got {tuple(x.shape)}{hint}")

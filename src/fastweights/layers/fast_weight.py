@@ -268,7 +268,7 @@ class FastWeightAttention(nn.Module):
         return projected
 
     def _gates(self, raw_gates: list[Tensor]) -> tuple[dict[str, Tensor], bool]:
-        """Return the rule's gates by name, and whether those that are no logarithms are still logits."""
+        """Return the rule's gates by name, and whether they are logits, except for logarithms of decays."""
         logits = self.beta_max == 1
         gates = {}
         for gate, raw in zip(self.rule.gates, raw_gates, strict=True):

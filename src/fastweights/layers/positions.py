@@ -27,8 +27,8 @@ def encode_positions(x: Tensor, direction: str = "backward", start: Tensor | Non
         sinusoid(n, d_model)
 
     "backward" is what the authors' code does: the last token of a window always has position 0 and every token knows
-    its distance to the end, whatever the length. It has no meaning for a window that goes on. "forward" counts from the
-    first token; `start` (B,) says how many tokens came before x in each row, so that a text may come in parts.
+    its distance to the end, whatever the length. It has no meaning for a window that is continued. "forward" counts
+    from the first token; `start` (B,) says how many tokens came before x in each row, so that a text may come in parts.
     """
     T, d_model = x.shape[1:]
     if direction == "forward":

@@ -78,7 +78,7 @@ class SoftmaxAttention(nn.Module):
             seen_mask = join_masks(past.mask, past.k.shape[1], mask, x)
             k, v = torch.cat([past.k, k], 1), torch.cat([past.v, v], 1)
         T, S = q.shape[1], k.shape[1]
-        # Causality alone needs no mask where SDPA has it built in, nor for one token, which sees all that is there.
+        # SDPA has causality built in, and a single token sees everything before it: neither needs a mask.
         is_causal = self.causal and state is None and seen_mask is None
         unmasked = seen_mask is None and (is_causal or not self.causal or T == 1)
         sees = None if unmasked else visible(T, S, seen_mask, self.causal, x.device)

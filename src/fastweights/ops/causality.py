@@ -6,7 +6,7 @@ everything that is not finite, and every token that depends on none of it takes 
 a call in which all was finite. Only calls whose results are not finite pay for that.
 
 Where finite inputs overflow, tokens before that one in the same chunk may turn NaN, and so may gradients in that chunk.
-While a CUDA graph is captured nobody can look at results, and what is not finite spreads as the products have it.
+While a CUDA graph is captured results cannot be looked at, and values that are not finite spread through products.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who looks on while an operation runs: autograd alone, or something that has to see more than kernels."""
+"""Tell eager calls, which only autograd watches, from those that something traces, transforms or counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_watched() -> bool:
         return True
     if not torch._C._len_torch_function_stack():
         return False
-    # A default device is no reason: whoever makes a tensor here says where.
+    # A default device is no reason: all code here says where it makes its tensors.
     return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
@@ -38,7 +38,7 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def is_eager(*tensors: Any) -> bool:
-    """Return whether nothing but autograd looks on, and all tensors are numbers as they stand in memory."""
+    """Return whether only autograd watches a call, and all tensors are plain numbers in memory."""
     if is_watched() or is_transformed():
         return False
     for x in tensors:

@@ -244,7 +244,7 @@ def takes_logits(rule: Rule) -> bool:
 
 
 class RecurrenceForm(NamedTuple):
-    """A recurrence: the dtype of keys, how many values, whether a, e and w are there, and whether w is e."""
+    """A recurrence: the dtype of keys, the size of values, whether it has a, e and w, and whether w is e."""
 
     dtype: torch.dtype
     M: int
@@ -255,7 +255,7 @@ class RecurrenceForm(NamedTuple):
 
 
 def coefficients_there(spec: Spec) -> tuple[bool, bool, bool, bool]:
-    """Return whether a, e and w are there, and whether w is e, which then stands for both."""
+    """Return whether a call has a, e and w, and whether w is e, which then stands for both."""
     a, e, w, tied = spec.rule.sources
     return a is not None or spec.starts is not None, e is not None, w is not None and not tied, tied
 

@@ -265,8 +265,8 @@ def _check_packing(q: Tensor, cu_seqlens: Tensor | None) -> None:
 def _checked_end(cu_seqlens: Tensor, T: int) -> int:
     """Return the last bound, or T where it is not read here; refuse bounds that do not rise from 0 to T or less.
 
-    Tracing has no numbers to look at. A GPU looks itself: nobody waits for it, and a CUDA graph can be replayed with
-    other bounds. It reports wrong ones as an assertion that failed, at whatever waits for it next;
+    While tracing they have no numbers yet. On a GPU a kernel checks, so that the host need not wait and a CUDA graph
+    can be replayed with other bounds; wrong ones fail an assertion, which shows at the next wait.
     `FASTWEIGHTS_CHECK_BOUNDS=host` reads them at once.
     """
     if torch.compiler.is_compiling():

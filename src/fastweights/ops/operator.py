@@ -26,7 +26,7 @@ from fastweights.ops.causality import Tokens
 from fastweights.ops.eager import batch_level, is_eager_gradient, wants_gradients, without_batch
 from fastweights.ops.family import LOG_OF_ZERO
 
-# Of q, k, v, a, e, w and W; None where there is nothing, or nobody asks.
+# Of q, k, v, a, e, w and W; None for those that are None, or need no gradient.
 Gradients = tuple[Tensor | None, ...]
 # What the forward pass keeps for the backward pass.
 Kept = Sequence[Tensor]
@@ -127,8 +127,8 @@ class Operator:
         """Return a recurrence, as `ops.family.Recurrence` has it, with these settings.
 
         Args:
-            eager: whether nothing but autograd looks on.
-            gradients: whether anybody may want them.
+            eager: whether only autograd watches the call.
+            gradients: whether a backward pass may come.
             tied: whether the write gate is the erase gate. One is then read, with one gradient.
         """
         bound = Bound(self, settings, eager, tied)
@@ -238,7 +238,7 @@ class _Eager(torch.autograd.Function):
         y, W_end, *kept = plan.forward(tokens, W, cu_seqlens, keep)
         ctx.save_for_backward(*tokens, W if ctx.needs_input_grad[7] else None, cu_seqlens, *kept)
         ctx.bound, ctx.plan, ctx.dtype = bound, plan, dtype
-        # Zeros for the gradients of states nobody asked about would be written and read for nothing.
+        # PyTorch would write zeros for the gradient of a state that is not used, and kernels read them.
         ctx.set_materialize_grads(False)
         return y, W_end
 
@@ -262,7 +262,7 @@ _apply: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply
 def _gradients_by_custom_op(
     bound: Bound, dy: Tensor, dW: Tensor | None, saved: Sequence[Any], wants_dW: bool
 ) -> Gradients:
-    """Return the gradients where more than autograd looks on: a batch of them, or those who differentiate again."""
+    """Return the gradients of a backward pass that is batched, or traced to be differentiated again."""
     operator, tokens, W, cu_seqlens, kept = bound.operator, saved[:6], saved[6], saved[7], saved[8:]
     # What eager calls do not keep is empty.
     kept = (*kept, *[kept[0][:0]] * (len(operator.axes) - 8 - len(kept)))
@@ -350,6 +350,6 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 
 
 def _by_input(grads: Sequence[Tensor], tokens: Sequence[Any], wants_dW: bool) -> Gradients:
-    """Return a gradient, or None, for each of q, k, v, a, e, w and W, from those of what is there."""
+    """Return a gradient or None for each of q, k, v, a, e, w and W, given those of the ones that are not None."""
     following = iter(grads)
     return *[None if x is None else next(following) for x in tokens[:6]], next(following) if wants_dW else None

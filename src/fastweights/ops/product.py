@@ -25,7 +25,7 @@ def writes_per_token(inputs: Inputs) -> int:
 
 
 def one_write_per_step(inputs: Inputs) -> Inputs:
-    """Return the same call with one step for each write, of which the last of a token reads."""
+    """Return the same call with one step for each write; the query reads at the last step of its token."""
     n, T, rule = writes_per_token(inputs), inputs.q.shape[1], inputs.rule
     gates = {}
     for name, x in inputs.gates.items():

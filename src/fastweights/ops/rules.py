@@ -106,7 +106,7 @@ class Rule:
         return {**values, **{log: math.log(values[name]) for log, name in self.logarithms.items()}}
 
     def gates_from(self, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gates themselves, of which some may be given as logarithms."""
+        """Return the gates themselves, if some are given as logarithms."""
         logs = self.logarithms
         return {logs.get(name, name): x.exp() if name in logs else x for name, x in gates.items()}
 

@@ -129,8 +129,8 @@ Form = tuple[Any, ...]
 class Spec(NamedTuple):
     """Everything that checks and the choice of kernels depend on: calls of equal spec run the same way.
 
-    `eager` says that nothing but autograd looks on, so that kernels may be called directly; otherwise whatever traces
-    the call has to see custom operators. `transformed` says that torch.func or forward-mode differentiation is at work.
+    `eager` says that only autograd watches the call, so that kernels may be called directly; whatever traces a call
+    has to see custom operators. `transformed` says that torch.func or forward-mode differentiation is at work.
     A spec is made at every call, so it is flat, and tensors are described by plain tuples.
     """
 

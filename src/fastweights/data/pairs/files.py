@@ -71,7 +71,7 @@ def find_sets(folder: Path, languages: tuple[str, str]) -> tuple[dict[str, FileS
 
 
 def _one(paths: list[Path], side: str) -> Path:
-    """Return the one file, or of WMT's two for one language that which is written for this direction."""
+    """Return the only file, or the one for this direction where WMT has two files of one language."""
     if len(paths) == 1:
         return paths[0]
     fitting = [path for path in paths if f"-{side}." in path.name]

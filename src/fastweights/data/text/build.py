@@ -63,7 +63,7 @@ def build_text(read: Read, folder: Path, request: CorpusRequest) -> Built:
 
 
 def _write(split: str, read: Read, tokenizer: Tokenizer, folder: Path, request: CorpusRequest) -> dict[str, Any]:
-    """Write a split; count its tokens, those that are `<unk>`, and those of them that stand for another word."""
+    """Write a split; count its tokens, how many are `<unk>`, and how many of these stand for another word."""
     counts, code = Counter[str](), TYPE_CODES[tokenizer.dtype]
     with (folder / f"{split}.bin").open("wb") as file:
         for part in read(split, request.progress(f"writing {split}")):

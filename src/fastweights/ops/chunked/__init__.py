@@ -159,7 +159,7 @@ def _chunk_starts(q: Tensor, cu_seqlens: Tensor | None, chunk: int) -> list[tupl
 
 
 def _finite(*results: Tensor) -> bool:
-    """Say whether all these sums of products are finite; while a CUDA graph is captured nobody can look."""
+    """Return whether all these tensors are finite; True while a CUDA graph is captured, when they cannot be read."""
     if results[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return True
     return all(bool(x.sum().isfinite()) for x in results)

@@ -186,7 +186,7 @@ def decay_of(a: Tensor | None, log: bool) -> NoDecay:
 
 
 def total(terms: Iterator[Tensor]) -> Tensor:
-    """Return the sum of tensors that nobody else needs."""
+    """Return the sum of tensors, in the memory of the first."""
     result = next(terms)
     for term in terms:
         result += term

@@ -18,8 +18,8 @@ def smoothed_nll(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> tup
         nll = -log_p[targets]
         (1 - smoothing) * nll - smoothing * log_p.mean(-1), nll
 
-    Targets must be from 0 to V - 1; on a GPU nobody looks. Under `torch.func` or forward-mode derivatives, plain
-    PyTorch computes them everywhere.
+    Targets must be from 0 to V - 1; on a GPU they are not checked. Under `torch.func` or forward-mode derivatives,
+    plain PyTorch computes them everywhere.
     """
     # What `torch.compile` makes of the plain form is as good.
     if torch.compiler.is_compiling() or refuses(logits) is not None:

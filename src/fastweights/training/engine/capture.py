@@ -108,7 +108,7 @@ class CapturedUpdates:
         return result
 
     def _check_progress(self, repeated: bool) -> None:
-        """Refuse batches of which none could ever be captured."""
+        """Refuse batches whose shapes change with every update, so that none could ever be captured."""
         self._count += 1
         if self._count > PATIENCE and not self._replays and not repeated and not self._warmups:
             raise ValueError(

@@ -83,7 +83,7 @@ class Learner:
     def call(self, function: Any, *arguments: Any, compiled: bool = False) -> Any:
         """Call `function(model, *arguments)` inside the wrappers' forward pass, at the precision of training.
 
-        What is compiled runs so only on request: validation comes in other shapes, each of which would be compiled.
+        Compiled code runs only on request: validation has other shapes, and each of them would be compiled.
         """
         call = ModelCall(function, *arguments)
         eager = not compiled and self.config.compile is not None

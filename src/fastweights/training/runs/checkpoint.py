@@ -44,7 +44,7 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint whose files are not those that were written."""
+    """A checkpoint whose files are missing or have changed since they were written."""
 
 
 class Checkpoint(NamedTuple):
@@ -166,7 +166,7 @@ def read(folder: Path) -> tuple[Checkpoint, Contents]:
         stored = content.get(TRAINING)
         training = None if stored is None else torch.load(io.BytesIO(stored), map_location="cpu", weights_only=True)
     except Exception as error:
-        # The bytes are those that were written: what is wrong is not their damage.
+        # The checksums are right, so this is no damage.
         raise CheckpointError(f"checkpoint {folder} cannot be read ({type(error).__name__}: {error})") from error
     return Checkpoint(folder, manifest["step"], manifest["scores"]), Contents(weights, training)
 

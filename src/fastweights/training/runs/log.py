@@ -169,7 +169,7 @@ class Terminal:
         if record["kind"] == "valid":
             shown = {k: v for k, v in record.items() if k not in ("kind", "step", "wall_s", "best")}
             best = " (best so far)" if record.get("best") else ""
-            # Of BLEU, a number up to 100, nobody needs more than two decimals.
+            # BLEU is a number up to 100, of which two decimals are enough.
             scores = (f"{k} {v:.2f}" if k == "bleu" else f"{k} {v:.5g}" for k, v in shown.items())
             return f"{place}  validation  {'  '.join(scores)}{best}"
         return (

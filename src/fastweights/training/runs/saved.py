@@ -214,7 +214,7 @@ def _configuration(run: Path | str, command: str) -> tuple[dict[str, Any], dict[
 def keep_tokenizer(folder: Path, tokenizer: Tokenizer, fresh: bool = False) -> None:
     """Copy the tokenizer beside a run, which can then be used where its corpus is not.
 
-    A copy that is there already belongs to the run that is there, unless that one is about to be moved away.
+    A copy that exists already belongs to the run in the folder, unless `fresh` says that this run is moved away.
     """
     try:
         if fresh or not (folder / tokenizer.file).exists():

@@ -25,14 +25,14 @@ class Interrupted(SystemExit):
 
 
 class Signals:
-    """Notes the first signal in `received`, 0 until then. The second acts as if nobody watched."""
+    """Notes the first signal in `received`, 0 until then. A second one acts as it would without this class."""
 
     def __init__(self) -> None:
         self.received = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        # Python gives signals to the main thread alone; elsewhere whoever has it decides.
+        # Python hands signals to the main thread alone; in another thread they are not ours to catch.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in _WATCHED}
         return self

@@ -24,7 +24,7 @@ from fastweights.models.language_model import LanguageModel, LanguageModelConfig
 
 PROTOCOLS = ("segment", "sliding", "carried")
 EVAL_BATCH = 10
-# Words in one call of the model when nobody says how many windows it should take.
+# Words in one call of the model, if `batch` does not say how many windows it takes.
 _WORDS = {"cpu": 8_192, "cuda": 65_536}
 # Table 4 gives the smallest memory, 15 words, segments of one word; the others are as long as their memory.
 _SEGMENTS = {15: 1}

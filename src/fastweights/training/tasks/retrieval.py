@@ -22,7 +22,7 @@ def train(
     jobs: int = 1,
     on_progress: OnProgress | None = None,
 ) -> Iterator[tuple[RetrievalConfig, RetrievalResult]]:
-    """Train every cell, and yield each result as soon as it is there, in any order.
+    """Train every cell, and yield each result as soon as it is ready, in any order.
 
     Args:
         configs: the cells; order them by falling cost and the last of them will not keep the others waiting.
@@ -45,7 +45,7 @@ def train(
 def _train_in_processes(
     configs: Sequence[RetrievalConfig], jobs: int, on_progress: OnProgress | None
 ) -> Iterator[tuple[RetrievalConfig, RetrievalResult]]:
-    """Train on the CPU with `jobs` processes, none of which outlives this iterator."""
+    """Train on the CPU with `jobs` processes, which end with this iterator at the latest."""
 
     def report(number: int, config: RetrievalConfig, step: int, loss: float) -> None:
         if on_progress is not None:

@@ -46,7 +46,7 @@ class RetrievalConfig:
         orthogonal: FAVOR+'s random vectors orthogonal in blocks, as in the code; independent otherwise.
         redraw_at_eval: new random vectors for each evaluation, as in the code; one set, drawn once, otherwise.
         read_eps: added to z·φ(q), and to the sum of φ(q) under the delta rule, as in the code. The paper has no such
-            term (0), but FAVOR+'s failure hangs on it: its kernel falls far below 1e-6 and the output to 0.
+            term (0), but FAVOR+'s failure depends on it: its kernel falls far below 1e-6 and the output to 0.
         exact_shortcuts: compute with `ShortcutRetrievalModel`, which gives the losses of the plain `RetrievalModel`, up
             to rounding, in a fraction of the time; False for the plain one.
     """
