@@ -6,8 +6,6 @@ decorate a class with `register_feature_map`, here or in a module of your own. A
 heads says under which name they know it (`kernel`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import ClassVar, TypeVar, overload

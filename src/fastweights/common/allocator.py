@@ -1,7 +1,5 @@
 """Keep memory that PyTorch frees on the CPU from going back to the system."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

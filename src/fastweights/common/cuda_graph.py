@@ -1,7 +1,5 @@
 """CUDA graphs: kernels that are captured once and from then on launched together, on the same memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

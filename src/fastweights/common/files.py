@@ -1,7 +1,5 @@
 """Files that a kill, a crash or a full disk leaves either as they were or complete."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

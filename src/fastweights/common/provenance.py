@@ -1,7 +1,5 @@
 """Which code, machine and library versions a result came from."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """Derivatives that a custom operator does not know by itself: `torch.func`, `vmap` and forward mode."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad

@@ -1,7 +1,5 @@
 """Tensors inside nested values: batches and carried states."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass

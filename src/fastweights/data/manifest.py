@@ -8,8 +8,6 @@ Sentence pairs lie in other files, listed in `pairs`, beside the same manifest w
 A folder without a manifest is not a corpus, whatever else is in it. Nothing here needs PyTorch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

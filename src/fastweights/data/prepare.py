@@ -1,7 +1,5 @@
 """From the files of a corpus to a folder that `Corpus.load` reads; the corpora are in `registry`."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import sys

@@ -1,7 +1,5 @@
 """The corpora that can be prepared: how to find the files of each and build it. To add one, add a row to CORPORA."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

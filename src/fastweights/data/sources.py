@@ -1,7 +1,5 @@
 """Where text comes from: files in a folder or a zip archive, packed or not, or a download the user asked for."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import lzma

@@ -5,8 +5,6 @@ setting 2 draws both with replacement, so that a key's last value is the one tha
 queries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@
 All but words give back any text exactly. To add a kind, add a class here. Nothing here needs PyTorch.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 from abc import ABC, abstractmethod

@@ -6,8 +6,6 @@ words keep their full size ("div_val 1" in the authors' code), so that one matri
 too [Baevski & Auli 2019].
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

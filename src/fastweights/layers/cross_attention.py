@@ -6,8 +6,6 @@ An encoder reads the sentence that it remembers, a decoder reads that of the enc
     y = layer(x, memory)                                                # as often as wanted
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

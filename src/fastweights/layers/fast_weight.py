@@ -1,7 +1,5 @@
 """`FastWeightAttention`: project, map, normalise, program and read the memory, project back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`FeedForward`, the other half of a Transformer block."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

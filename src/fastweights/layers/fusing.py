@@ -1,7 +1,5 @@
 """What layers with fused GPU kernels share: the choice between those and plain PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """`Linear`, the projection of every layer."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from fastweights.ops.fused.linear import linear

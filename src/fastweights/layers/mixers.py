@@ -4,8 +4,6 @@
 token, x (B, d_model). Both return y in the shape of x, and the state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the baselines share: states with one entry per past token, and who may see whom."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import TypeVar
 

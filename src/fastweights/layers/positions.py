@@ -1,7 +1,5 @@
 """Absolute positions: none at all, or the sinusoids of the paper's Transformers."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

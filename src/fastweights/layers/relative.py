@@ -1,7 +1,5 @@
 """`RelativeAttention`, the attention of Transformer-XL: relative positions and a memory of the last segment."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

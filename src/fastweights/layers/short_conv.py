@@ -1,7 +1,5 @@
 """The layer of a short causal convolution: its weights, for `ops.fused.short_convolution`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

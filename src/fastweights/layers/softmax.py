@@ -1,7 +1,5 @@
 """`SoftmaxAttention`, the Transformer's attention with a growing cache: the baseline that forgets nothing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

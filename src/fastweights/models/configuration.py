@@ -1,7 +1,5 @@
 """What the configurations of models share: checks of their fields, and the way to JSON and back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self

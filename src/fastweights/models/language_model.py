@@ -3,8 +3,6 @@
 B rows of text, T tokens, V words.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial

@@ -9,8 +9,6 @@ A preset is a function that returns a `LanguageModelConfig`; any field can be gi
 sliding window of L words.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

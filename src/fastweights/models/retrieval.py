@@ -6,8 +6,6 @@ lists what the paper compares. B sequences, L pairs, Q queries, S symbols for ke
 `ShortcutRetrievalModel` beside this one computes the same numbers faster; the experiments use it unless told otherwise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ waits for the device, so that all can be recorded in a CUDA graph. B sequences, 
 values, d = d_key, D = d_dot.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

@@ -3,8 +3,6 @@
 B sentences, S tokens of source, T tokens of target, N rows of decoding (n beams of each sentence), V sub-words.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +45,7 @@ class TranslationState:
     source: Encoded | list[State]
     past: StackState | None = None
 
-    def reorder(self, rows: Tensor, sentences: Tensor | None = None) -> TranslationState:
+    def reorder(self, rows: Tensor, sentences: Tensor | None = None) -> "TranslationState":
         """Move row `rows[i]` to row i, so that beams can fork; sentences likewise, None to leave them as they are."""
         source = self.source
         if sentences is not None:

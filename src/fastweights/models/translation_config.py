@@ -1,7 +1,5 @@
 """What a translation model is made of: sizes, and the attention in each of its three positions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any

@@ -7,8 +7,6 @@ A preset is a function that returns a `TranslationModelConfig`; any field can be
 are the paper's on WMT14 English-German, validation / test (Table 1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -9,8 +9,6 @@ Where finite inputs overflow, tokens before that one in the same chunk may turn 
 While a CUDA graph is captured results cannot be looked at, and values that are not finite spread through products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any

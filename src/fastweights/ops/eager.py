@@ -1,7 +1,5 @@
 """Tell eager calls, which only autograd watches, from those that something traces, transforms or counts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ Attention normalisation, Eqs. 18-19 and 26-28, needs z_t·q_t for the read-out a
 a_t z_{t-1}·k_t for the read-back. Both are the same recurrence with a single value that is always 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -165,7 +163,7 @@ class _Logit:
     def __init__(self, x: Tensor) -> None:
         self.x = x
 
-    def __rsub__(self, other: int) -> _Logit:
+    def __rsub__(self, other: int) -> "_Logit":
         assert other == 1
         return _Logit(-self.x)
 

@@ -1,7 +1,5 @@
 """`fast_weight_memory`, the one function everything stands on: describe the call, look up what runs it, run it."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from itertools import pairwise

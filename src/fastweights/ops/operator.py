@@ -10,8 +10,6 @@ Python around a custom op takes longer than a short sequence. Whatever traces or
 tensors, tensor subclasses) sees custom ops.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

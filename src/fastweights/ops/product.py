@@ -5,8 +5,6 @@ which the first of a token fades and the last is read. By the delta rule, a toke
 Householder matrices (Siems et al. 2025).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """The paper's equations as a plain loop over time: any rule, any dtype, differentiable twice. The oracle."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

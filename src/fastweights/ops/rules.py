@@ -12,8 +12,6 @@ the coefficients (a, e, w) from which every fast backend computes it. To add a r
 `register_rule`, here or in a module of your own: layers, the command line and the tests take its gates from its entry.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

@@ -3,13 +3,11 @@
 B batch, T time, H heads, D = d_dot (keys and queries after phi), M = d_value, N = B or the number of packed sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -51,7 +49,7 @@ class Inputs:
         """Whether attention normalisation is asked for; where `attention` is None, a z says so."""
         return self.z is not None if self.attention is None else self.attention
 
-    def mapped(self) -> Inputs:
+    def mapped(self) -> Self:
         """Return the same with keys, queries and gates as they go into the memory.
 
         What a memory under attention normalisation is divided by may be next to nothing, and 16 bits have no room for
@@ -67,7 +65,7 @@ class Inputs:
         q, k, v = q.to(dtype), k.to(dtype), self.v.to(dtype)
         return replace(self, q=q, k=k, v=v, gates=gates, features=PLAIN)
 
-    def masked(self) -> Inputs:
+    def masked(self) -> Self:
         """Return the same with nothing to read or write where the mask is False."""
         if self.mask is None:
             return self
@@ -79,7 +77,7 @@ class Inputs:
         }
         return replace(self, q=q, k=k, v=v, gates=gates)
 
-    def expanded(self) -> Inputs:
+    def expanded(self) -> Self:
         """Return the same with a head of q and k for each head of v."""
         n = self.v.shape[2] // self.q.shape[2]
         if n == 1:
@@ -102,7 +100,7 @@ class Inputs:
             z = torch.zeros(W.shape[:3], dtype=W.dtype, device=W.device)
         return W, z
 
-    def unpack(self) -> Iterator[Inputs]:
+    def unpack(self) -> Iterator[Self]:
         """Yield the packed sequences one by one, each a batch of one."""
         assert self.cu_seqlens is not None
         W, z = self.initial_state()
@@ -156,7 +154,7 @@ class Spec(NamedTuple):
     transformed: bool
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Spec:
+    def of(cls, inputs: Inputs) -> Self:
         """Describe a call."""
         q, k, v, W, z, gates = inputs.q, inputs.k, inputs.v, inputs.W, inputs.z, inputs.gates
         bounds, mask, starts, features = inputs.cu_seqlens, inputs.mask, inputs.starts, inputs.features
@@ -237,16 +235,16 @@ class Spec(NamedTuple):
         """Whether a gate is given as its natural logarithm."""
         return any(name in self.rule.logarithms for name, *_ in self.gates)
 
-    def mapped(self) -> Spec:
+    def mapped(self) -> Self:
         """Describe the same call after `Inputs.mapped`, as far as a choice of kernels depends on it."""
         shape = (*self.shape[:3], self.D)
         return self._with_keys(shape)._replace(features=PLAIN)
 
-    def expanded(self) -> Spec:
+    def expanded(self) -> Self:
         """Describe the same call after `Inputs.expanded`."""
         return self._with_keys((*self.shape[:2], self.H, self.shape[3]))
 
-    def _with_keys(self, shape: tuple[int, ...]) -> Spec:
+    def _with_keys(self, shape: tuple[int, ...]) -> Self:
         return self._replace(shape=shape, stride=(), k=(shape, self.dtype, self.device, ()))
 
 

@@ -1,7 +1,5 @@
 """What a layer carries from one token, segment or beam to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Change one association of a memory in closed form, and leave the others alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

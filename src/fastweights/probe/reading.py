@@ -1,7 +1,5 @@
 """What a memory answers for a key, and what a layer hands to its memory."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """A memory over time: its state after every write, how W is filled, and what is still readable."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ The factors in brackets are computed for all reads at once, from the last step b
 normalisation divides by numbers that depend on keys and gates alone, so that it stays a sum.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Byte pair encoding shared by both languages. Any text comes back exactly as it was."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from typing import Any

@@ -6,8 +6,6 @@ OUT/valid.en  valid.de  test.en …       the lines as they were read, which sco
 OUT/tokenizer.json                      see `bpe`
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 B pairs, S source and T target tokens. Any batch of any epoch can be had without those before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,7 +89,7 @@ class ParallelSplit:
 
     def batches(
         self, max_tokens: int, *, seed: int = 0, max_length: int | None = None, shuffle: bool = True, pad_to: int = 8
-    ) -> PairBatches:
+    ) -> "PairBatches":
         """Cut for training and evaluation: see `PairBatches`."""
         return PairBatches(self, max_tokens, seed=seed, max_length=max_length, shuffle=shuffle, pad_to=pad_to)
 

@@ -4,8 +4,6 @@ A set is two files that differ in the language at the end of their names: `train
 WMT's `newstest2014-deen-src.en.sgm` and `newstest2014-deen-ref.de.sgm`.
 """
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Iterator

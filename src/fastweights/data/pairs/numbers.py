@@ -4,8 +4,6 @@
 the tens. A number from 100 on belongs to one split, so that what is tested never came up in training.
 """
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Token files from text: once through the training text for the vocabulary, and once through all for the tokens."""
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import Counter

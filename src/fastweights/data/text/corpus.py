@@ -4,8 +4,6 @@ B rows, L tokens a segment or window, N tokens a stream. Everything is a view or
 disk or on a GPU, and any batch can be had without those before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,7 +221,7 @@ class TokenStream:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def to(self, device: str | torch.device) -> TokenStream:
+    def to(self, device: str | torch.device) -> "TokenStream":
         """Return the stream in the memory of a device, as int32."""
         starts = None if self.starts is None else self.starts.to(device)
         return TokenStream(self.tokens.to(torch.int32).to(device), starts)

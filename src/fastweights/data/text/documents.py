@@ -1,7 +1,5 @@
 """Where the documents of a token stream begin: `DOCUMENTS` is the table of ways to tell."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ It is made of the language reference behind `help()` and the docstrings of the s
 imported, so that none can open a window or a browser. One Python version always gives the same text.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

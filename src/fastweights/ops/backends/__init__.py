@@ -1,7 +1,5 @@
 """The backends, fastest first. To add one: a module with a `BACKEND` and its line here, or `register_backend`."""
 
-from __future__ import annotations
-
 import os
 
 from fastweights.common.tables import look_up

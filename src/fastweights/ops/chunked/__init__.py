@@ -10,8 +10,6 @@ Everything but the two products that touch W_0 runs for all chunks at once. The 
 state before each chunk, and computes the rest again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

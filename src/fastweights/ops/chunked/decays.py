@@ -5,8 +5,6 @@ Products of decays are never quotients of longer products: decays may be 0, and 
 With `log` the a are natural logarithms, and products are exponentials of sums.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -5,8 +5,6 @@ clusters that begin at the cutoffs; the head's softmax has its words, then one e
 the words' weight (V, d) and bias (V,), and those of the clusters, (C, d) and (C,).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple

@@ -7,8 +7,6 @@ With P the probabilities of a tile, e its targets' rows in W and g the gradient 
 Nothing but products goes over P once more, and logits are not made a second time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The losses of a softmax with label smoothing, on a GPU without float32 copies of the logits."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

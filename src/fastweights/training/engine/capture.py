@@ -5,11 +5,9 @@ them; numbers that differ from update to update, such as the learning rate and t
 on the device or known to the graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -47,7 +45,7 @@ class _Inputs(NamedTuple):
     tensors: list[Tensor]
 
     @classmethod
-    def like(cls, batches: Any, carry: Any) -> _Inputs:
+    def like(cls, batches: Any, carry: Any) -> Self:
         batches, carry = map_tensors(torch.clone, (batches, carry))
         return cls(batches, carry, tensors_of((batches, carry)))
 

@@ -1,7 +1,5 @@
 """How to train: numbers that decide the outcome, others that only decide how it is reached, and settings by name."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

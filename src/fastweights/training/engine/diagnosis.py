@@ -1,7 +1,5 @@
 """What to say when a loss is no longer a number."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

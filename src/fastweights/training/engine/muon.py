@@ -4,8 +4,6 @@ torch.optim.Muon reads its rate back from the device and goes through the matric
 go through each product together, and nothing waits for the device, so that an update can be captured as a CUDA graph.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Learning-rate schedules, the optimiser, and the norm of the gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

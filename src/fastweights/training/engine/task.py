@@ -1,7 +1,5 @@
 """What a training job is to the loop: a model, batches by number, a loss and a score."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple

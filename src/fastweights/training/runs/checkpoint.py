@@ -11,8 +11,6 @@ one before it, and whoever only reads gets an error and changes nothing. A forma
 cannot be read are no damage, and stop both.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -9,8 +9,6 @@ FOLDER/README.md        the card
 It is read like any other run.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from textwrap import wrap

@@ -7,8 +7,6 @@ OUT/tensorboard/     where it is installed
 OUT/previous-1/      an earlier run, moved away when told to start anew
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import IO, Any

@@ -1,7 +1,5 @@
 """The log of a run: JSON lines always, the console, TensorBoard and W&B where they are."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -6,8 +6,6 @@
 Reading changes nothing in the folder, which may be in training at the same time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from abc import abstractmethod

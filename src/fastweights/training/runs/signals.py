@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM ask a run to stop; they do not tear it apart."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from pathlib import Path

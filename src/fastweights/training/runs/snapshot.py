@@ -1,7 +1,5 @@
 """What a checkpoint holds, taken from and given back to living objects: weights, optimiser, generators."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from typing import Any

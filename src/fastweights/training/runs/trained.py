@@ -7,8 +7,6 @@ mt = fastweights.load("runs/mt-quick-linear")
 print(mt.translate(["two, three"]))
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """BLEU as sacreBLEU computes it, on text as people write it [Post 2018]."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

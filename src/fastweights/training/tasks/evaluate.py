@@ -7,8 +7,6 @@ sliding   a window of L words moved on by `stride` words, of which only the new 
 carried   segments of L words in which the state of one is carried into the next: the numbers of Table 4.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass

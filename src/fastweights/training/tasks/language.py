@@ -5,8 +5,6 @@ task, config = assemble(corpus, preset="tiny", mixer="delta", steps=500)
 train(task, config, "runs/tiny-delta")
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any

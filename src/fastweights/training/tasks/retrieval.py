@@ -3,8 +3,6 @@
 A cell computes the same numbers whichever way it runs on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """One cell of associative retrieval, Sec. 6.1: one model at one size and seed, its training and its result."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ The mathematics is that of `RetrievalCell`. A graph replays its kernels without 
 `eval_every` steps, when its loss has arrived.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

@@ -5,8 +5,6 @@ task, config = assemble_translation(corpus, preset="base", attention="dpfp", nu=
 train(task, config, "runs/base-dpfp")
 """
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
