@@ -119,7 +119,7 @@ class Operator:
         self.backward_op.register_vmap(lambda info, dims, *args: self.more_heads(info.batch_size, dims, args))
         self.op.register_autograd(self._custom_gradients, setup_context=_remember)
         self.state_size = state_size
-        self.plan = plan or partial(_Functions, self)
+        self.plan = plan
 
     def bind(self, settings: tuple[Any, ...], eager: bool, gradients: bool, tied: bool = False) -> Callable[..., Any]:
         """Return a recurrence, as `ops.family.Recurrence` has it, with these settings.
@@ -177,13 +177,17 @@ class Operator:
 
 @dataclass(eq=False, slots=True)
 class Bound:
-    """An operator with settings, as `ops.family.Recurrence` has it; eager calls share a plan, made at the first."""
+    """An operator with settings, as `ops.family.Recurrence` has it; eager calls share a plan, made at the first.
+
+    For an operator without plans this is the plan itself.
+    """
 
     operator: Operator
     settings: tuple[Any, ...]
     eager: bool
     tied: bool
     plan: Passes | None = None
+    dtype: torch.dtype | None = None
 
     def __call__(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         """Compute y and the final W: without gradients where the call is eager, else by the custom op."""
@@ -204,17 +208,11 @@ class Bound:
 
     def make_plan(self, tokens: Tokens, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool) -> Passes:
         """Make the plan for calls like this one."""
+        if self.operator.plan is None:
+            self.dtype = dtype
+            return self
         self.plan = self.operator.plan(tokens, cu_seqlens, dtype, keep, *self.settings)
         return self.plan
-
-
-class _Functions:
-    """The plan of a backend whose two functions are all there is to it."""
-
-    def __init__(
-        self, operator: Operator, tokens: Tokens, cu_seqlens: Any, dtype: torch.dtype, keep: bool, *settings: Any
-    ) -> None:
-        self.operator, self.dtype, self.settings = operator, dtype, settings
 
     def forward(self, tokens: Tokens, W: Tensor | None, cu_seqlens: Tensor | None, keep: bool) -> Sequence[Any]:
         W = self.operator.zeros(tokens, cu_seqlens, self.settings) if W is None else W
