@@ -135,7 +135,7 @@ def shift(scores: Tensor) -> Tensor:
     """Turn scores (..., T, S) by distance S-1, ..., 0 into scores by token j: entry (i, j) has distance S-T+i-j.
 
     Row i is to move T - 1 - i places to the left. With one more column, read as one long row, that is the same as
-    dropping the first T numbers. Entries for tokens in the future have no meaning.
+    dropping the first T numbers: the first of S + 1 rows of T. Entries for tokens in the future have no meaning.
     """
     T, S = scores.shape[-2:]
-    return F.pad(scores, (1, 0)).flatten(-2)[..., T:].unflatten(-1, (T, S))
+    return F.pad(scores, (1, 0)).reshape(*scores.shape[:-2], S + 1, T)[..., 1:, :].reshape(scores.shape)
