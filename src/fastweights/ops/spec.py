@@ -164,7 +164,7 @@ class Spec(NamedTuple):
             if x is not None:
                 eager = eager and type(x) in PLAIN_TENSORS and not (x.is_neg() or x._is_zerotensor())
                 gradients = gradients or x.requires_grad
-        gradients = torch.is_grad_enabled() and (gradients or _learns(features))
+        gradients = torch.is_grad_enabled() and (gradients or (features is not PLAIN and _learns(features)))
         fields = (
             inputs.rule,
             q.shape,
