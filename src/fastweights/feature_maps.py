@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from fastweights.common.tables import look_up
+from fastweights.common.tables import at_least_one, look_up
 from fastweights.ops import features
 
 
@@ -28,8 +28,7 @@ class FeatureMap(nn.Module):
 
     def __init__(self, d_key: int) -> None:
         super().__init__()
-        if not isinstance(d_key, int) or d_key < 1:
-            raise ValueError(f"d_key must be a whole number of at least 1, got {d_key!r}")
+        at_least_one(d_key=d_key)
         self.d_key = d_key
         self.dim = d_key
 
@@ -221,8 +220,7 @@ class FAVOR(FeatureMap):
     ) -> None:
         super().__init__(d_key)
         m = max(1, round(d_key * math.log(d_key))) if m is None else m
-        if not isinstance(m, int) or m < 1:
-            raise ValueError(f"m must be a whole number of at least 1, got {m!r}")
+        at_least_one(m=m)
         self.m = m
         self.dim = 2 * m
         self.orthogonal, self.scale, self.stabilize, self.redraws = orthogonal, scale, stabilize, redraw

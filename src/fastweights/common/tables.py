@@ -1,4 +1,4 @@
-"""Look a name up in a table, and say what would have worked when it is not there."""
+"""Look a name up in a table or check a value, and say what would have worked where it is wrong."""
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -21,3 +21,10 @@ def look_up(table: Mapping[str, Entry], name: object, what: str) -> Entry:
 def check_name(names: Iterable[str], name: object, what: str) -> None:
     """Raise the errors of `look_up` unless `name` is one of `names`."""
     look_up(dict.fromkeys(names), name, what)
+
+
+def at_least_one(**values: object) -> None:
+    """Raise a ValueError for the first of these that is not a whole number of at least 1."""
+    for name, value in values.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")

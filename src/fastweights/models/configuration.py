@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from fastweights.common.tables import check_name
+from fastweights.common.tables import at_least_one, check_name
 from fastweights.layers.checks import check_dropout
 
 
@@ -37,10 +37,7 @@ class ModelConfig:
 
     def check_fields(self, sizes: Sequence[str], dropouts: Sequence[str], choices: Mapping[str, Iterable[str]]) -> None:
         """Refuse sizes below 1, dropouts that are no shares, and names that are none of the choices."""
-        for name in ("vocab_size", *sizes):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        at_least_one(**{name: getattr(self, name) for name in ("vocab_size", *sizes)})
         for name, known in choices.items():
             check_name(known, getattr(self, name), name)
         for name in dropouts:

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastweights.common.tables import look_up
+from fastweights.common.tables import at_least_one, look_up
 from fastweights.data.manifest import DataError, fingerprint, finished
 from fastweights.data.pairs.bpe import BOS, EOS, PAD, UNK, PairTokenizer
-from fastweights.data.text.corpus import at_least_one
 
 __all__ = ["BOS", "EOS", "PAD", "UNK", "PairBatch", "PairBatches", "PairTokenizer", "ParallelCorpus", "ParallelSplit"]
 

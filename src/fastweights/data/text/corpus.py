@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastweights.common.tables import look_up
+from fastweights.common.tables import at_least_one, look_up
 from fastweights.data.manifest import SPLITS, DataError, fingerprint, finished
 from fastweights.data.tokenizer import TOKENIZERS, Tokenizer
 
@@ -286,10 +286,3 @@ def _share(batch: int, length: int, rank: int, world: int) -> slice:
         raise ValueError(f"batch {batch} cannot be shared evenly by {world} ranks; take a multiple of {world}")
     share = batch // world
     return slice(rank * share, (rank + 1) * share)
-
-
-def at_least_one(**values: int) -> None:
-    """Raise a ValueError for the first of these that is not a whole number of at least 1."""
-    for name, value in values.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")

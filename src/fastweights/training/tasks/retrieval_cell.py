@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastweights.common.tables import look_up
+from fastweights.common.tables import at_least_one, look_up
 from fastweights.data.synthetic import Batch, evaluation_batch, training_batches
 from fastweights.models.retrieval import MODELS, Entry, RetrievalModel, half_squared_error
 from fastweights.models.retrieval_shortcuts import ShortcutRetrievalModel
@@ -76,9 +76,8 @@ class RetrievalConfig:
         if not isinstance(self.size, int) or self.size < 2:
             raise ValueError(f"size must be a whole number of at least 2, got {self.size!r}")
         for name in ("d_key", "batch", "max_steps", "eval_every", "eval_sequences", "eval_length", "query_cap"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+            if getattr(self, name) is not None:
+                at_least_one(**{name: getattr(self, name)})
         if not self.read_eps >= 0:
             raise ValueError(f"read_eps must be at least 0, got {self.read_eps!r}")
 
