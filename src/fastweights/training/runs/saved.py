@@ -38,6 +38,7 @@ class SavedRun:
         model: configuration of the model.
         task, about: what the folder's `config.json` says of the task and of where the run was made.
         classes: of a subclass: those of configuration, model and corpus.
+        tokenizers, checksum: of a subclass: kinds of tokenizers, and where the configuration has the checksum of one.
     """
 
     folder: Path
@@ -50,6 +51,8 @@ class SavedRun:
     command: ClassVar[str]
     without_corpus: ClassVar[str] = ""
     classes: ClassVar[tuple[Any, Any, Any]]
+    tokenizers: ClassVar[tuple[type[Tokenizer], ...]]
+    checksum: ClassVar[str]
 
     @classmethod
     def open(cls, folder: Path | str) -> Self:
@@ -104,9 +107,15 @@ class SavedRun:
             )
         return corpus
 
-    @abstractmethod
-    def tokenizer(self, data: Path | str | None = None) -> Tokenizer:
+    def tokenizer(self, data: Path | str | None = None) -> Any:
         """Return the tokenizer, from the copy in the run's folder, or from its corpus where there is none."""
+        for kind in self.tokenizers if data is None else ():
+            path = self.folder / kind.file
+            content = path.read_bytes() if path.is_file() else b""
+            # A copy that has changed is not the one of the training.
+            if hashlib.sha256(content).hexdigest() == self._trained_on(self.checksum):
+                return kind.load(content)
+        return self.corpus(data).tokenizer
 
     @abstractmethod
     def _difference(self, corpus: Any) -> str | None:
@@ -115,12 +124,6 @@ class SavedRun:
     def _trained_on(self, key: str) -> Any:
         """Return what the configuration says of the corpus, None where it does not."""
         return self.task.get("corpus", {}).get(key)
-
-    def _kept(self, file: str, key: str) -> bytes | None:
-        """Return the file beside the run, if it is still the one of the training."""
-        path = self.folder / file
-        content = path.read_bytes() if path.is_file() else b""
-        return content if hashlib.sha256(content).hexdigest() == self._trained_on(key) else None
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ class LanguageRun(SavedRun):
     command = "train lm"
     without_corpus = ", or score a text of your own with --text FILE"
     classes = (LanguageModelConfig, LanguageModel, Corpus)
+    tokenizers, checksum = tuple(TOKENIZERS.values()), "vocabulary_sha256"
 
     @property
     def segment(self) -> int:
@@ -152,13 +156,6 @@ class LanguageRun(SavedRun):
         before = self._trained_on("fingerprint")
         return None if corpus.fingerprint == before else f"its fingerprint is {corpus.fingerprint}, not {before}"
 
-    def tokenizer(self, data: Path | str | None = None) -> Tokenizer:
-        for kind in TOKENIZERS.values() if data is None else ():
-            content = self._kept(kind.file, "vocabulary_sha256")
-            if content is not None:
-                return kind.load(content)
-        return self.corpus(data).tokenizer
-
 
 @dataclass(frozen=True)
 class TranslationRun(SavedRun):
@@ -168,14 +165,11 @@ class TranslationRun(SavedRun):
     what = "a translation model"
     command = "train mt"
     classes = (TranslationModelConfig, TranslationModel, ParallelCorpus)
+    tokenizers, checksum = (PairTokenizer,), "tokenizer_sha256"
 
     def _difference(self, corpus: ParallelCorpus) -> str | None:
         same = corpus.tokenizer.sha256 == self._trained_on("tokenizer_sha256")
         return None if same else "it has another tokenizer"
-
-    def tokenizer(self, data: Path | str | None = None) -> PairTokenizer:
-        content = self._kept(PairTokenizer.file, "tokenizer_sha256") if data is None else None
-        return self.corpus(data).tokenizer if content is None else PairTokenizer.load(content)
 
 
 def find_run(run: Path | str) -> Path:
