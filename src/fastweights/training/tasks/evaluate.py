@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastweights.common.tables import check_name
+from fastweights.common.tree import to_device
 from fastweights.data.text.corpus import Segments, TokenStream, Windows
 from fastweights.layers.relative import RelativeAttention
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig
@@ -183,9 +184,9 @@ def measure(
 def _of_segments(model: LanguageModel, segments: Segments, carry: bool) -> Iterator[Tensor]:
     """Yield the losses of each segment, which with `carry` continues the state of the one before."""
     device, state = model.softmax.weight.device, None
-    for inputs, targets, _, starts in segments:
-        starts = None if starts is None else starts.to(device)
-        losses, after = model.loss(inputs.to(device), targets.to(device), state, starts)
+    for segment in segments:
+        inputs, targets, _, starts = to_device(segment, device)
+        losses, after = model.loss(inputs, targets, state, starts)
         state = after if carry else None
         yield losses
 
@@ -193,10 +194,11 @@ def _of_segments(model: LanguageModel, segments: Segments, carry: bool) -> Itera
 def _of_windows(model: LanguageModel, windows: Windows) -> Iterator[Tensor]:
     """Yield the losses of each batch of windows, at the positions that are scored."""
     device = model.softmax.weight.device
-    for inputs, targets, starts in windows:
-        hidden, _ = model(inputs.to(device), starts=None if starts is None else starts.to(device))
+    for window in windows:
+        inputs, targets, starts = to_device(window, device)
+        hidden, _ = model(inputs, starts=starts)
         # The softmax costs more than the rest of the model, and most positions were scored in earlier windows.
-        yield model.softmax(hidden[:, -targets.shape[1] :], targets.to(device))
+        yield model.softmax(hidden[:, -targets.shape[1] :], targets)
 
 
 def _memory(model: LanguageModel) -> tuple[int, int | None] | None:
