@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Entry = TypeVar("Entry")
 
@@ -28,3 +28,10 @@ def at_least_one(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def check_types(values: Any, types: Mapping[str, type]) -> None:
+    """Raise a KeyError or TypeError where one of the entries is missing or of another type."""
+    for name, expected in types.items():
+        if type(values[name]) is not expected:
+            raise TypeError(f"{name} is {values[name]!r} and not of type {expected.__name__}")

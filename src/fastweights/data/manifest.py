@@ -13,12 +13,13 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from fastweights.common.files import write_atomically
+from fastweights.common.tables import check_types
 
 FORMAT = 1
 SPLITS = ("train", "valid", "test")
@@ -53,18 +54,18 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        _check_types(manifest, {"format": int})
+        check_types(manifest, {"format": int})
         if manifest["format"] == FORMAT:
-            _check_types(manifest, _ENTRIES)
+            check_types(manifest, _ENTRIES)
             _ = ITEM_BYTES[manifest["dtype"]]
             stream = layout(manifest) == "stream"
             for split in SPLITS if stream else SPLITS[:2]:
-                _check_types(manifest["splits"][split], {"tokens" if stream else "pairs": int})
+                check_types(manifest["splits"][split], {"tokens" if stream else "pairs": int})
             for entry in files(manifest):
-                _check_types(entry, {"file": str, "bytes": int, "sha256": str})
-                _check_types({"tokens": 0, **entry}, {"tokens": int})
+                check_types(entry, {"file": str, "bytes": int, "sha256": str})
+                check_types({"tokens": 0, **entry}, {"tokens": int})
             for entry in manifest["source"]["files"]:
-                _check_types(entry, {"name": str, "bytes": int})
+                check_types(entry, {"name": str, "bytes": int})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path} is not the manifest of a corpus ({type(error).__name__}: {error}); prepare the corpus again, with "
@@ -81,13 +82,6 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 _ENTRIES: dict[str, type] = {"kind": str, "name": str, "byteorder": str, "dtype": str}
 _ENTRIES |= {"options": dict, "source": dict, "vocabulary": dict, "splits": dict}
-
-
-def _check_types(values: Any, types: Mapping[str, type]) -> None:
-    """Raise where one of the entries is missing or of another type."""
-    for name, expected in types.items():
-        if type(values[name]) is not expected:
-            raise TypeError(f"{name} is {values[name]!r} and not of type {expected.__name__}")
 
 
 def layout(manifest: dict[str, Any]) -> str:

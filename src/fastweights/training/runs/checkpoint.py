@@ -28,6 +28,7 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
 from fastweights.common.files import write_durably
+from fastweights.common.tables import check_types
 
 FORMAT = 1
 WEIGHTS, TRAINING, MANIFEST = "weights.safetensors", "training.pt", "manifest.json"
@@ -174,22 +175,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
-        format_ = manifest["format"]
-        if type(format_) is int and format_ != FORMAT:
-            raise CheckpointError(f"checkpoint {folder} has format {format_}, this version reads format {FORMAT}")
+        check_types(manifest, {"format": int})
+        if (version := manifest["format"]) != FORMAT:
+            raise CheckpointError(f"checkpoint {folder} has format {version}, this version reads format {FORMAT}")
+        check_types(manifest, {"step": int, "files": dict, "scores": dict})
         files, scores = manifest["files"], manifest["scores"]
-        entries = [files[WEIGHTS], *(entry for name, entry in files.items() if name != WEIGHTS)]
-        valid = type(format_) is int and type(manifest["step"]) is int and files.keys() <= {WEIGHTS, TRAINING}
-        valid &= all(isinstance(score, (int, float)) for score in scores.values())
-        for entry in entries:
-            valid &= type(entry["bytes"]) is int and isinstance(entry["sha256"], str)
-            valid &= all(isinstance(name, str) for name in entry.get("aliases", {}).values())
+        aliases = files[WEIGHTS].get("aliases", {})
+        check_types(aliases, dict.fromkeys(aliases, str))
+        for entry in files.values():
+            check_types(entry, {"bytes": int, "sha256": str})
+        if not files.keys() <= {WEIGHTS, TRAINING} or not all(isinstance(x, (int, float)) for x in scores.values()):
+            raise TypeError(f"files are {list(files)}, scores {scores}")
     except OSError as error:
         _raise_unreadable(path, error)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"checkpoint {folder} has no valid {MANIFEST} ({error!r})") from None
-    if not valid:
-        raise DamagedCheckpoint(f"checkpoint {folder} has a {MANIFEST} with entries of the wrong type")
     return manifest
 
 

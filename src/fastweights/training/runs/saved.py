@@ -17,6 +17,7 @@ import torch
 
 from fastweights.common.files import write_atomically
 from fastweights.common.provenance import PACKAGE
+from fastweights.common.tables import check_types
 from fastweights.data.pairs.corpus import PairTokenizer, ParallelCorpus
 from fastweights.data.text.corpus import Corpus
 from fastweights.data.tokenizer import TOKENIZERS, Tokenizer
@@ -189,7 +190,7 @@ def _configuration(run: Path | str, command: str) -> tuple[dict[str, Any], dict[
     try:
         stored = json.loads(path.read_bytes())
         task, about = stored["task"], stored.get("about", {})
-        valid = isinstance(task["name"], str) and isinstance(about, dict) and isinstance(task.get("corpus", {}), dict)
+        check_types({"corpus": {}, **task, "about": about}, {"name": str, "corpus": dict, "about": dict})
     except OSError:
         if folder.is_file():
             raise RunError(f"{folder} is a file, and a run is a folder of `fastweights {command}`") from None
@@ -198,8 +199,6 @@ def _configuration(run: Path | str, command: str) -> tuple[dict[str, Any], dict[
         raise RunError(f"{folder} {missing}; `fastweights {command} --out {folder}` trains one there{demo}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path} is not the configuration of a run ({error!r})") from None
-    if not valid:
-        raise RunError(f"{path} is not the configuration of a run: it has entries of the wrong type")
     return task, about
 
 
