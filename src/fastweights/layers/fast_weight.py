@@ -133,16 +133,7 @@ class FastWeightAttention(nn.Module):
         self.norm = nn.RMSNorm(self.d_value, eps=1e-5) if normed else None
         self.conv = ShortConvolution(n_heads * sum(self.sizes[:3]), short_conv) if short_conv else None
         for gate in self.rule.gates:
-            if self._by_rate(gate):
-                self.A_log = nn.Parameter(torch.empty(n_heads).uniform_(*_RATES).log())
-                # One vector, also for all key channels of all heads: such parameters do not decay in training.
-                steps = torch.empty(n_heads * (self.feature_map.dim if decay_per == "key" else 1))
-                steps = steps.uniform_(*(math.log(step) for step in _STEPS)).exp()
-                # softplus(dt_bias) = steps
-                self.dt_bias = nn.Parameter(steps + (-torch.expm1(-steps)).log())
-            elif gate.bias is not None:
-                bias_of_gate = torch.linspace(*gate.bias, n_heads)
-                setattr(self, f"{gate.name}_bias", nn.Parameter(bias_of_gate))
+            self._add_parameters(gate)
 
     @classmethod
     def recipe(cls, name: str, d_model: int, n_heads: int, d_head: int | None = None, **options: Any) -> Self:
@@ -160,6 +151,18 @@ class FastWeightAttention(nn.Module):
             check_name(("head", "key"), self.decay_per, "decay_per")
             if DECAY not in self.rule.gates:
                 raise ValueError(f"decay_per is for rules with a decay, which {self.rule.name!r} has not; leave it out")
+
+    def _add_parameters(self, gate: Gate) -> None:
+        """Add what a gate has beside its projection: a trained rate and time step, or a bias."""
+        if self._by_rate(gate):
+            self.A_log = nn.Parameter(torch.empty(self.n_heads).uniform_(*_RATES).log())
+            # One vector, also for all key channels of all heads: such parameters do not decay in training.
+            steps = torch.empty(self.n_heads * (self.feature_map.dim if self.decay_per == "key" else 1))
+            steps = steps.uniform_(*(math.log(step) for step in _STEPS)).exp()
+            # softplus(dt_bias) = steps
+            self.dt_bias = nn.Parameter(steps + (-torch.expm1(-steps)).log())
+        elif gate.bias is not None:
+            setattr(self, f"{gate.name}_bias", nn.Parameter(torch.linspace(*gate.bias, self.n_heads)))
 
     def _by_rate(self, gate: Gate) -> bool:
         """Return whether a gate is a decay with a trained rate."""
