@@ -254,6 +254,19 @@ def test_everything_is_bound_reported_and_undone():
     assert "nothing is bound" in str(bound)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+def test_gradients_through_checkpoints(models, patched):
+    model, x = models("qwen3_5"), ids(2, 30)
+    _, gradients = logits_and_gradients(model.train(), input_ids=x, labels=x, use_cache=False)
+    model.gradient_checkpointing_enable()
+    try:
+        _, checkpointed = logits_and_gradients(model, input_ids=x, labels=x, use_cache=False)
+    finally:
+        model.eval().gradient_checkpointing_disable()
+    for name, gradient in gradients.items():
+        close(checkpointed[name], gradient)
+
+
 def test_half_a_model_is_not_bound(monkeypatch):
     module = import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     original = module.torch_chunk_gated_delta_rule

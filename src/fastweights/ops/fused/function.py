@@ -78,7 +78,9 @@ class _Eager(torch.autograd.Function):
         wanted = ctx.needs_input_grad[3:]
         if all(dy is None for dy in grads):
             return (None,) * (3 + len(wanted))
-        tensors, kept = ctx.saved_tensors[: len(wanted)], ctx.saved_tensors[len(wanted) :]
+        # Asked for once: under gradient checkpointing each time would be one more forward pass, which PyTorch refuses.
+        saved = ctx.saved_tensors
+        tensors, kept = saved[: len(wanted)], saved[len(wanted) :]
         if is_eager_gradient(*grads):
             more = () if ctx.function.outputs is None else (kept,)
             found = ctx.kernels.backward(grads, tensors, ctx.settings, *more)
