@@ -15,11 +15,14 @@ from typer.testing import CliRunner
 
 import fastweights as fw
 from fastweights.cli import app
-from fastweights.data.pairs.bpe import PairTokenizer
+from fastweights.data.pairs.bpe import BOS, EOS, PairTokenizer
 from fastweights.data.tokenizer import TOKENIZERS
 from fastweights.inference.beam import beam_search
 from fastweights.models.language_model import LanguageModelConfig
 from fastweights.models.translation_config import TranslationModelConfig
+from fastweights.training.runs.saved import TranslationRun
+from tests.test_mt_cli import train_mt
+from tests.training.small_pairs import small_pairs
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 
@@ -196,6 +199,34 @@ def test_translation_models_search_as_ours(attention, tmp_path):
     losses, _ = model.network.eval().loss(rows["input_ids"], rows["attention_mask"].bool(), target, rows["input_ids"])
     torch.testing.assert_close(model.eval()(**rows, labels=rows["input_ids"]).loss, losses.mean())
     output.loss.backward()
+
+
+def test_translation_runs_are_exported(tmp_path):
+    corpus = small_pairs(tmp_path)
+    assert (
+        train_mt(corpus, tmp_path / "run", "--attention", "dpfp", "--rule", "delta", "--cross", "linear").exit_code == 0
+    )
+    done = CliRunner().invoke(app, ["export", "hf", str(tmp_path / "run"), str(tmp_path / "exported")])
+    assert done.exit_code == 0 and "FastWeightForSeq2SeqLM" in done.output, done.output
+    ours, _ = TranslationRun.open(tmp_path / "run").load("best")
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    rows = tokenizer(["house naïve the", "x"], return_tensors="pt", padding=True)
+    encoded = rows["input_ids"], rows["attention_mask"].bool()
+    with torch.no_grad():
+        for network in (model.network, ours):
+            # Sentences end soon, and their beginning, which is never written, would often be the most likely token.
+            last = [module for module in network.modules() if isinstance(module, torch.nn.LayerNorm)][-1]
+            network.embedding.weight[BOS] *= 2
+            last.bias += 0.6 * network.embedding.weight[EOS]
+    for beam, options in (
+        (1, {"max_new_tokens": 5}),
+        (4, {"max_new_tokens": 99, "num_beams": 4, "length_penalty": 0.0, "early_stopping": True}),
+    ):
+        found = tokenizer.batch_decode(model.generate(**rows, **options), skip_special_tokens=True)
+        search = {"beam": beam, "length_penalty": 0.0, "max_length": 6 if beam == 1 else None}
+        best = [sentence[0] for sentence in beam_search(ours, *encoded, **search)]
+        assert found == [corpus.tokenizer.decode(hypothesis.tokens) for hypothesis in best] and all(found)
 
 
 def test_trainer_trains_and_saves(tmp_path, demo):

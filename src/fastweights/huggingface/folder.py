@@ -23,12 +23,13 @@ __all__ = [{listed}]
 '''
 
 
-def write_folder(run: Path | str, out: Path, which: str = "best") -> Any:
+def write_folder(run: Path | str, out: Path | str, which: str = "best") -> Any:
     """Write the model of a run, with its tokenizer, to the new folder `out`, and return it as a model of transformers.
 
     Raises:
         RunError: there is no such run, or something is in the folder already.
     """
+    out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} is not empty; choose a folder that is")
     translates = task_of(run) == TranslationRun.name

@@ -41,6 +41,8 @@ class FastWeightForSeq2SeqLM(FastWeightModel, GenerationMixin):
         super().__init__(config)
         self.network = TranslationModel(config.of_network)
         self.post_init()
+        # As in our own search, neither is ever written.
+        self.generation_config.suppress_tokens = [config.pad_token_id, config.bos_token_id]
 
     def get_encoder(self, *_: Any, **__: Any) -> Encoder:
         """Return the encoder by itself."""

@@ -74,7 +74,7 @@ class _Exported(nn.Module):
         return LanguageModelState(layers, torch.zeros(batch, dtype=torch.int64))
 
 
-def export_onnx(model: LanguageModel, file: Path, *, step: bool = False, operators: str = "contrib") -> None:
+def export_onnx(model: LanguageModel, file: Path | str, *, step: bool = False, operators: str = "contrib") -> None:
     """Write a model to an ONNX file.
 
     Its inputs are `tokens` (batch, length), or with `step` (batch,), and the state as `past.LAYER.NAME`; its outputs
@@ -115,7 +115,7 @@ def export_onnx(model: LanguageModel, file: Path, *, step: bool = False, operato
         operators,
     )
     proto.doc_string = "One token" if step else "Any number of tokens"
-    write_atomically(file, proto.SerializeToString())
+    write_atomically(Path(file), proto.SerializeToString())
 
 
 def convert(
@@ -180,7 +180,7 @@ def _standard(proto: Any) -> Any:
     return proto
 
 
-def agreement(model: LanguageModel, file: Path, *, step: bool = False, seed: int = 0) -> dict[str, float]:
+def agreement(model: LanguageModel, file: Path | str, *, step: bool = False, seed: int = 0) -> dict[str, float]:
     """Compare a file under ONNX Runtime with the model in PyTorch, and return the largest error by output.
 
     Random tokens are read from an empty state, and more from the state that they leave. An error is the largest
