@@ -1,6 +1,8 @@
 """`patch()`: models of transformers give the same with our operators as without, and keep packed documents apart."""
 
+import copy
 import json
+import pickle
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -9,10 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 from fastweights.cli import app
+from fastweights.ops.cpu import products
+from fastweights.ops.fused.linear import linear
 
 transformers = pytest.importorskip("transformers")
 
-from fastweights.compat.transformers import MODELS, SLOTS, patch  # noqa: E402
+from fastweights.compat import linear_layers  # noqa: E402
+from fastweights.compat.transformers import LINEAR_LAYERS, MODELS, SLOTS, patch  # noqa: E402
 
 SIZES = {
     "vocab_size": 61,
@@ -68,6 +73,10 @@ LAYERS = {
 }
 
 
+# What is bound of each model.
+BOUND = {*SLOTS, *([] if products.unavailable() else [LINEAR_LAYERS])}
+
+
 def installed(names):
     return [name for name in names if find_spec(f"transformers.models.{name}")]
 
@@ -120,7 +129,9 @@ def logits_and_gradients(model, **inputs):
 
 
 @pytest.mark.parametrize("name", installed(CONFIGURATIONS))
-def test_logits_gradients_and_search_are_those_of_the_fallback(name, models):
+def test_logits_gradients_and_search_are_those_of_the_fallback(name, models, monkeypatch):
+    # Products as small as these would be left to PyTorch.
+    monkeypatch.setattr(products, "pays", lambda *sizes: True)
     model, x = models(name), ids(2, 70)
     padded = x.clone()
     mask = torch.ones_like(x)
@@ -139,7 +150,7 @@ def test_logits_gradients_and_search_are_those_of_the_fallback(name, models):
 
     found, parts, logits, gradients = everything()
     with patch(name) as bound:
-        assert bound.models == [name] and len(bound.bindings) == len(SLOTS)
+        assert bound.models == [name] and {binding.what for binding in bound.bindings} == BOUND
         found_here, parts_here, logits_here, gradients_here = everything()
         close(parts_here, model(x).logits)
     close(parts_here, parts)
@@ -252,6 +263,29 @@ def test_everything_is_bound_reported_and_undone():
         assert module.torch_chunk_gated_delta_rule is not original
     assert module.torch_chunk_gated_delta_rule is original
     assert "nothing is bound" in str(bound)
+
+
+@pytest.mark.skipif(products.unavailable() is not None, reason=f"{products.unavailable()}")
+@torch.no_grad()
+def test_linear_layers_are_bound_at_the_first_call_and_released(models, monkeypatch):
+    calls = []
+    monkeypatch.setattr(linear_layers, "linear", lambda *tensors: calls.append(tensors) or linear(*tensors))
+    model, other = models("qwen3_5"), models("olmo_hybrid")
+    layers = [layer for layer in model.modules() if type(layer) is torch.nn.Linear]
+    with patch("qwen3_5"):
+        model(ids(1, 5))
+        assert len(calls) == len(layers) and all("forward" in vars(layer) for layer in layers)
+        other(ids(1, 5))
+        # Copies compute with their own weights.
+        for another in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            another.lm_head.weight.zero_()
+            assert not another(ids(1, 5)).logits.any()
+        # What somebody else has bound since then stays.
+        theirs = layers[0].forward = layers[0].forward.__call__
+    assert vars(layers[0]).pop("forward") is theirs
+    calls.clear()
+    model(ids(1, 5))
+    assert not calls and not any("forward" in vars(layer) for layer in layers)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")

@@ -27,10 +27,12 @@ def with_gradients(function, tensors, relu):
 
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("inner", "columns"), [(96, 260), (260, 96)])
-def test_is_as_exact_as_float32(relu, bias, inner, columns):
-    tensors = random_call(inner=inner, columns=columns, bias=bias)
-    assert products.refuses(192, columns, *tensors) is None
+@pytest.mark.parametrize(
+    ("tokens", "inner", "columns"), [((3, 64), 96, 260), ((3, 64), 260, 96), ((1, 1), 500, 2100), ((9, 75), 330, 303)]
+)
+def test_is_as_exact_as_float32(relu, bias, tokens, inner, columns):
+    tensors = random_call(tokens, inner, columns, bias)
+    assert products.refuses(tokens[0] * tokens[1], columns, *tensors) is None
     exact = [x.detach().double().requires_grad_() for x in tensors]
     want = with_gradients(lambda x, w, b=None, relu=False: plain_linear(x, w, b, relu)[0], exact, relu)
     for ours, theirs in zip(with_gradients(linear, tensors, relu), want, strict=True):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastweights.benchmarks.record import Out, Record, Repeats
 from fastweights.commands.options import AsJson, chosen_names, input_errors, option
-from fastweights.compat.transformers import Binding, patch
+from fastweights.compat.transformers import SLOTS, Binding, patch
 
 SEED = 0
 VOCABULARY = 1000
@@ -92,14 +92,14 @@ def _no_convolution(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 def nothing_between_projections(model: str) -> Iterator[None]:
     """Bind functions that compute nothing in the place of rule and convolution."""
     with patch(model) as bound:
-        bindings: list[Binding] = list(bound.bindings)
+        bindings: list[Binding] = [binding for binding in bound.bindings if binding.what in SLOTS]
         for binding in bindings:
-            setattr(binding.module, binding.name, _no_rule if "rule" in binding.what else _no_convolution)
+            setattr(binding.owner, binding.name, _no_rule if "rule" in binding.what else _no_convolution)
         try:
             yield
         finally:
             for binding in bindings:
-                setattr(binding.module, binding.name, binding.original)
+                setattr(binding.owner, binding.name, binding.original)
 
 
 def steps(model: Any, length: int, batch: int) -> dict[str, Callable[[], float]]:

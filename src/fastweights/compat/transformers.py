@@ -2,6 +2,7 @@
 
 Each of its modelling files looks up four functions as globals when a layer is called: the rule over a sequence and for
 one token, and a short convolution over a sequence and for one token. `patch()` rebinds all four of a file, or none.
+On processors where oneDNN multiplies float32 faster than what PyTorch takes, linear layers are bound as well.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastweights.compat import linear_layers
 from fastweights.compat.calls import Result, run
+from fastweights.ops.cpu import products
 from fastweights.ops.fused.short_convolution import short_convolution
 
 MODELS = (
@@ -158,15 +161,23 @@ SLOTS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
+LINEAR_LAYERS = "linear layers"
+
+
 class Binding(NamedTuple):
-    """A global of a modelling file that is ours now."""
+    """A global of a modelling file, or an attribute of a class in it, that is ours now."""
 
     model: str
     what: str
-    module: ModuleType
+    owner: ModuleType | type
     name: str
     original: Callable[..., Any]
     ours: Callable[..., Any]
+
+    @property
+    def label(self) -> str:
+        """The name, with its class."""
+        return self.name if isinstance(self.owner, ModuleType) else f"{self.owner.__name__}.{self.name}"
 
 
 class Patch:
@@ -184,8 +195,10 @@ class Patch:
         """Put back what was bound before. What somebody else has bound since then stays."""
         while self.bindings:
             binding = self.bindings.pop()
-            if getattr(binding.module, binding.name) is binding.ours:
-                setattr(binding.module, binding.name, binding.original)
+            if getattr(binding.owner, binding.name) is binding.ours:
+                setattr(binding.owner, binding.name, binding.original)
+            if isinstance(binding.owner, type):
+                linear_layers.release(binding.owner)
 
     def __enter__(self) -> Self:
         return self
@@ -196,8 +209,8 @@ class Patch:
     def __str__(self) -> str:
         if not self.bindings:
             return f"transformers {self.version}: nothing is bound"
-        rows = [("model", "what", "global of its modelling file")]
-        rows += [(binding.model, binding.what, binding.name) for binding in self.bindings]
+        rows = [("model", "what", "name in its modelling file")]
+        rows += [(binding.model, binding.what, binding.label) for binding in self.bindings]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([f"transformers {self.version}, computed by fastweights:", *lines])
@@ -241,7 +254,7 @@ def patch(*models: str) -> Patch:
     if not bindings and len(absent) == len(found):
         raise RuntimeError(f"transformers {version} has none of {', '.join(MODELS)}; patch() needs 5.16 or newer")
     for binding in bindings:
-        setattr(binding.module, binding.name, binding.ours)
+        setattr(binding.owner, binding.name, binding.ours)
     return Patch(version, bindings)
 
 
@@ -258,4 +271,11 @@ def _bindings(version: str, model: str, module: ModuleType) -> list[Binding]:
         original = getattr(module, name)
         if original is not names[name]:
             bindings.append(Binding(model, what, module, name, original, names[name]))
+    if products.unavailable() is None:
+        bindings += [
+            Binding(model, LINEAR_LAYERS, base, "__call__", base.__call__, linear_layers.call)
+            for base in vars(module).values()
+            if isinstance(base, type) and import_module("transformers").PreTrainedModel in base.__bases__
+            if base.__call__ is not linear_layers.call
+        ]
     return bindings

@@ -17,6 +17,11 @@ from torch.nn import functional as F
 TOKENS = 64
 # Fewer multiplications are over before oneDNN has begun.
 FEWEST = 2**22
+# With this many, a product gains more than generating its code takes, even if its shape never comes again.
+FEWEST_ONCE = 2**26
+# A model that generates text multiplies this few tokens or fewer, by matrices of the same shapes every time. MKL reads
+# the matrices more slowly than oneDNN.
+FEW_TOKENS, FEWEST_OF_FEW = 8, 2**20
 
 
 @cache
@@ -30,14 +35,20 @@ def unavailable() -> str | None:
     return None if level.startswith("AVX512") else f"it is faster with AVX-512 only, PyTorch uses {level} here"
 
 
+def pays(tokens: int, columns: int, inner: int) -> bool:
+    """Return whether a product of this size is faster by oneDNN."""
+    repeated = FEWEST_ONCE if tokens % TOKENS else FEWEST
+    return tokens * columns * inner >= (FEWEST_OF_FEW if tokens <= FEW_TOKENS else repeated)
+
+
 def refuses(tokens: int, columns: int, *tensors: Tensor | None) -> str | None:
     """Return why oneDNN is not for the products of these tensors, in which `tokens` rows become `columns` long."""
     for x in tensors:
         if x is not None and (x.dtype != torch.float32 or x.device.type != "cpu"):
             return f"it takes float32 on the CPU, a tensor is {x.dtype} on {x.device}"
     inner = tensors[0].shape[-1] if tensors[0] is not None else 0
-    if tokens % TOKENS or tokens * columns * inner < FEWEST:
-        return f"the product is small, or has a number of tokens that is no multiple of {TOKENS}: {tokens}"
+    if not pays(tokens, columns, inner):
+        return f"the product is small for its number of tokens: {tokens} x {inner} x {columns}"
     if torch.is_autocast_enabled("cpu"):
         return "autocast is on"
     return unavailable()

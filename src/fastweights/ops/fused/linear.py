@@ -17,8 +17,8 @@ Tensors = Sequence[Any]
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
     """Compute x W^T + b for x (..., K), weight (M, K) and bias (M,), and max(0, that) with `relu`."""
-    # A token by itself has no time to lose, and a compiler must not look at sizes.
-    if torch.compiler.is_compiling() or x.numel() * weight.shape[0] < products.FEWEST:
+    # Small products have no time to lose, and a compiler must not look at sizes.
+    if torch.compiler.is_compiling() or not products.pays(x.numel() // max(1, weight.shape[1]), *weight.shape):
         return plain_linear(x, weight, bias, relu)[0]
     return _FUNCTION((x, weight, bias), relu)[0]
 
