@@ -262,13 +262,13 @@ def test_the_command(tmp_path, monkeypatch):
         return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["verify", *arguments])
 
     done = run(
-        "kernels_of_mine:forgetful_gated_delta", "--case", "initial", "--case", "T = 1", "--json", "--out", "x.json"
+        "kernels_of_mine:forgetful_gated_delta", "--case", "initial", "--case", "beta = 1", "--json", "--out", "x.json"
     )
     record = json.loads(done.stdout)
     assert done.exit_code == 1 and record == json.loads((tmp_path / "x.json").read_text())
     assert (record["convention"], record["rule"], record["dtype"]) == ("transformers", "gated_delta", "float32")
     found = {row["case"]: row for row in record["rows"]}
-    assert found["T = 1"]["verdict"] == "right" and found["initial state"]["verdict"] == "wrong"
+    assert found["beta = 1"]["verdict"] == "right" and found["initial state"]["verdict"] == "wrong"
     assert found["initial state"]["errors"]["o"] > 0.1 > 1e-5 > found["initial state"]["tolerances"]["o"] > 0
 
     done = run("fastweights:fast_weight_memory", "--rule", "delta", "--with", "backend=chunked", "--case", "plain")
@@ -306,7 +306,7 @@ def test_what_crashes_or_hangs_in_another_process_ends_nothing_else(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     job = Job("kernels_that_end:gated_delta", "fla", {}, GATED, torch.float32, "cpu", 0, 8)
     cases = [BY_NAME[name] for name in ("K = V = 60", "K = V = 100", "T = 1", "mask")]
-    rows = {row.case: row for row in judge_apart(job, cases, 1, 5.0)}
+    rows = {row.case: row for row in judge_apart(job, cases, 1, 3.0)}
     assert {name: row.verdict for name, row in rows.items()} == {
         "K = V = 60": "error",
         "K = V = 100": "error",
@@ -314,7 +314,7 @@ def test_what_crashes_or_hangs_in_another_process_ends_nothing_else(tmp_path, mo
         "mask": "not supported",
     }
     assert rows["K = V = 60"].note == "the process ended with exit status 3"
-    assert rows["K = V = 100"].note == "no answer in 5 s"
+    assert rows["K = V = 100"].note == "no answer in 3 s"
 
 
 def test_a_process_that_cannot_start_is_no_verdict():

@@ -203,9 +203,8 @@ def test_translation_models_search_as_ours(attention, tmp_path):
 
 def test_translation_runs_are_exported(tmp_path):
     corpus = small_pairs(tmp_path)
-    assert (
-        train_mt(corpus, tmp_path / "run", "--attention", "dpfp", "--rule", "delta", "--cross", "linear").exit_code == 0
-    )
+    kind = ("--attention", "dpfp", "--rule", "delta", "--cross", "linear")
+    assert train_mt(corpus, tmp_path / "run", *kind).exit_code == 0
     done = CliRunner().invoke(app, ["export", "hf", str(tmp_path / "run"), str(tmp_path / "exported")])
     assert done.exit_code == 0 and "FastWeightForSeq2SeqLM" in done.output, done.output
     ours, _ = TranslationRun.open(tmp_path / "run").load("best")
