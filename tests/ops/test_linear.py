@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fastweights.ops.cpu import products
 from fastweights.ops.fused.linear import linear, plain_linear
@@ -48,6 +49,25 @@ def test_strides_and_second_derivatives():
     (want,) = torch.autograd.grad(plain_linear(x, weight, bias, True)[0].square().sum(), x, create_graph=True)
     found, want = (torch.autograd.grad(d.square().sum(), weight)[0] for d in (dx, want))
     assert (found - want).norm() < 1e-6 * want.norm()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_frozen_tensors_cost_no_products(checkpointed, monkeypatch):
+    made = []
+    for name in ("product", "outer_product"):
+        original = getattr(products, name)
+        monkeypatch.setattr(products, name, lambda *x, name=name, f=original: made.append(name) or f(*x))
+    for frozen, expected in ((0, ["outer_product"]), (1, ["product"])):
+        tensors = random_call()
+        want = torch.autograd.grad(plain_linear(*tensors, False)[0].square().sum(), tensors)
+        tensors[frozen].requires_grad_(False)
+        wanted = [i for i in range(3) if i != frozen]
+        y = checkpoint(linear, *tensors, use_reentrant=False) if checkpointed else linear(*tensors)
+        forward = len(made)
+        found = torch.autograd.grad(y.square().sum(), [tensors[i] for i in wanted])
+        assert made[forward:] == ["product"] * checkpointed + expected
+        for ours, i in zip(found, wanted, strict=True):
+            assert (ours - want[i]).norm() < 1e-6 * want[i].norm()
 
 
 def test_retained_graphs_give_the_same_gradients_twice():

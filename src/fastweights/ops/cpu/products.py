@@ -19,8 +19,8 @@ TOKENS = 64
 FEWEST = 2**22
 # With this many, a product gains more than generating its code takes, even if its shape never comes again.
 FEWEST_ONCE = 2**26
-# A model that generates text multiplies this few tokens or fewer, by matrices of the same shapes every time. MKL reads
-# the matrices more slowly than oneDNN.
+# A model that generates text multiplies at most this many tokens at a time, by matrices of the same shapes. They have
+# to be read from memory, which oneDNN does faster than MKL.
 FEW_TOKENS, FEWEST_OF_FEW = 8, 2**20
 
 

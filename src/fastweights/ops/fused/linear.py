@@ -49,8 +49,9 @@ def _backward(grads: Tensors, tensors: Tensors, settings: Tensors, kept: Tensors
         # Where ReLU gave 0 nothing comes back.
         dy = torch.ops.aten.threshold_backward(dy, kept[0], 0)
     dy = dy.reshape(-1, dy.shape[-1])
-    dx = products.product(dy, weight.mT).view(x.shape)
-    dweight = products.outer_product(dy, x.reshape(-1, x.shape[-1]))
+    # Each is a product as long as the layer's own, and layers may be frozen.
+    dx = products.product(dy, weight.mT).view(x.shape) if x.requires_grad else None
+    dweight = products.outer_product(dy, x.reshape(-1, x.shape[-1])) if weight.requires_grad else None
     return dx, dweight, None if bias is None else dy.sum(0)
 
 
