@@ -5,7 +5,6 @@ B batch, T time, H heads, D = d_dot (keys and queries after phi), M = d_value, N
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import wraps
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
@@ -289,21 +288,18 @@ class Backend:
 
 def mapping_first(prepare: Prepare) -> Prepare:
     """Let a backend that takes mapped keys, queries and gates run calls with any `features`."""
+    return lambda spec: prepare(spec) if spec.features == PLAIN else prepare_mapped(prepare, spec)
 
-    @wraps(prepare)
-    def prepare_mapped(spec: Spec) -> Executable | Refusal:
-        if spec.features == PLAIN:
-            return prepare(spec)
-        answer = prepare(spec.mapped())
-        return answer if isinstance(answer, Refusal) else after_mapping(answer)
 
-    return prepare_mapped
+def prepare_mapped(prepare: Prepare, spec: Spec) -> Executable | Refusal:
+    """Return what maps keys, queries and gates, and then runs the call as `prepare` answers for them."""
+    answer = prepare(spec.mapped())
+    return answer if isinstance(answer, Refusal) else lambda inputs: answer(inputs.mapped())
 
 
 def expanding_first(prepare: Prepare) -> Prepare:
     """Let a backend that takes as many heads of q and k as of v run calls in which several share one."""
 
-    @wraps(prepare)
     def prepare_expanded(spec: Spec) -> Executable | Refusal:
         if not spec.grouped:
             return prepare(spec)
@@ -311,8 +307,3 @@ def expanding_first(prepare: Prepare) -> Prepare:
         return answer if isinstance(answer, Refusal) else lambda inputs: answer(inputs.expanded())
 
     return prepare_expanded
-
-
-def after_mapping(run: Executable) -> Executable:
-    """Return what maps keys, queries and gates and then runs the call."""
-    return lambda inputs: run(inputs.mapped())

@@ -21,7 +21,7 @@ from fastweights.ops.cpu.build import failure, library, unavailable
 from fastweights.ops.cpu.views import View, checked_bounds
 from fastweights.ops.features import PLAIN
 from fastweights.ops.operator import ChunkedOperator, number_of_chunks
-from fastweights.ops.spec import Backend, Executable, Refusal, Spec, after_mapping
+from fastweights.ops.spec import Backend, Executable, Refusal, Spec, prepare_mapped
 
 # With decays per key channel, the work within a chunk grows with its length as that of every product of keys does.
 LONGEST_PER_KEY = 32
@@ -155,8 +155,7 @@ def prepare(spec: Spec) -> Executable | Refusal:
     if step.takes(spec):
         return step.prepare(spec)
     if spec.features != PLAIN:
-        answer = prepare(spec.mapped())
-        return answer if isinstance(answer, Refusal) else after_mapping(answer)
+        return prepare_mapped(prepare, spec)
     log = family.in_logarithms(spec)
     return family.executable(spec, partial(recurrence, eager=spec.eager, log=log), logs=log)
 

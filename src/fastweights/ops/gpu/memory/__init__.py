@@ -21,7 +21,7 @@ from fastweights.ops.gpu.memory.variants import (
     may_go_by_token,
     per_key_candidates,
 )
-from fastweights.ops.spec import Backend, Executable, Refusal, Spec, after_mapping, expanding_first
+from fastweights.ops.spec import Backend, Executable, Refusal, Spec, expanding_first, prepare_mapped
 
 
 def prepare(spec: Spec) -> Executable | Refusal:
@@ -29,8 +29,7 @@ def prepare(spec: Spec) -> Executable | Refusal:
     if reason := _refusal(spec):
         return Refusal(reason)
     if why_unfused(spec):
-        answer = prepare(spec.mapped())
-        return answer if isinstance(answer, Refusal) else after_mapping(answer)
+        return prepare_mapped(prepare, spec)
     if spec.starts is not None:
         answer = _prepare(spec)
         return answer if isinstance(answer, Refusal) else contain(answer)
