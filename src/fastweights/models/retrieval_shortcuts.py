@@ -35,16 +35,16 @@ class ShortcutRetrievalModel(RetrievalModel):
         """Compute ŷ (B, Q, S) as `RetrievalModel.forward` does."""
         table, q = self.project_symbols(queries)
         if self.rule == "softmax":
-            return self._spread(values, self._softmax_weights(table, q, keys, values))
+            return self._weigh_values(values, self._softmax_weights(table, q, keys, values))
         if self.rule == "sum":
             scores = self._kernel_scores(table, q, keys, values)
-            return self._spread(values, divide(scores, scores.sum(-1, keepdim=True), self.read_eps))
+            return self._weigh_values(values, divide(scores, scores.sum(-1, keepdim=True), self.read_eps))
         k, beta = self._keys_and_gates(table, keys, values)
         q = self.phi.map(q)
         if self.rule == "delta":
             q = divide(q, q.sum(-1, keepdim=True), self.read_eps)
             q = q.expand(len(k), *q.shape[-2:])
-            return self._spread(values, DeltaRead.apply(k, beta, q, CHUNK[k.device.type]))
+            return self._weigh_values(values, DeltaRead.apply(k, beta, q, CHUNK[k.device.type]))
         errors, logs = ClippedWrites.apply(k, beta, values, self.size)
         # What is written at step t is scaled at t and at every later step.
         weights = beta * logs.flip(-1).cumsum(-1).flip(-1).exp()
@@ -59,7 +59,7 @@ class ShortcutRetrievalModel(RetrievalModel):
         table, q = Projection.apply(*weights, queries.flatten())
         return table, q.unflatten(0, queries.shape)
 
-    def _spread(self, values: Tensor, coefficients: Tensor) -> Tensor:
+    def _weigh_values(self, values: Tensor, coefficients: Tensor) -> Tensor:
         """Return Σ_t a_t v_t (B, Q, S), given the coefficients a (B, Q, L), without a product: values are one-hot."""
         B, Q, L = coefficients.shape
         empty = coefficients.new_zeros(B, Q, self.size)
