@@ -121,7 +121,7 @@ def test_proposals_of_a_small_model_leave_the_text_as_it_is(run):
 
 
 def test_gradients_of_every_sample(run):
-    assert "project.weight: (6, 50, 16), one gradient a sample" in run("per_sample_gradients.py")
+    assert "project.weight: (6, 50, 16), one gradient per sample" in run("per_sample_gradients.py")
 
 
 def test_a_rule_a_map_and_a_backend_from_outside(run):
