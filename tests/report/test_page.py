@@ -94,7 +94,7 @@ def test_what_two_chapters_have_in_common_is_said_once(tmp_path, monkeypatch):
     for name in ("fig2", "fig5"):
         sweep(EXPERIMENTS[name], EXPERIMENTS[name].cells("smoke"), store, Silent())
     text = build(store)[0].read_text()
-    assert text.count(note) == 1 and 'As under <a href="#fig2">Figure 2</a>.' in text
+    assert text.count(note) == 1 and 'As in <a href="#fig2">Figure 2</a>.' in text
     assert text.count("<td>a CPU") <= 1 and text.count('id="machines"') == 1
 
 

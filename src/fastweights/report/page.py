@@ -83,7 +83,7 @@ def names(chapters: Sequence[Chapter]) -> str:
     for kind, group in groupby(chapters, lambda chapter: chapter.number.partition(" ")[0]):
         found = list(group)
         if kind not in ("Figure", "Table"):
-            words += [chapter.experiment.title for chapter in found]
+            words += [_within(chapter.experiment.title) if words else chapter.experiment.title for chapter in found]
             continue
         numbers = [int(chapter.number.split()[1]) for chapter in found]
         # Numbers that follow each other have the same distance to their place in the list.
@@ -91,6 +91,11 @@ def names(chapters: Sequence[Chapter]) -> str:
         spans = [f"{run[0]} to {run[-1]}" if len(run) > 2 else " and ".join(map(str, run)) for run in runs]
         words.append(f"{kind}{'s' if len(numbers) > 1 else ''} {', '.join(spans)}")
     return " and ".join(", ".join(words).rsplit(", ", 1)) if len(words) > 1 else "".join(words)
+
+
+def _within(title: str) -> str:
+    """Return a title as it stands inside a sentence, with a small first letter unless it begins with an acronym."""
+    return title if title[1:2].isupper() else title[:1].lower() + title[1:]
 
 
 def _entry(chapter: Chapter) -> str:

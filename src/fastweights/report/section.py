@@ -109,7 +109,7 @@ def _trained_on(chapter: Chapter) -> str:
     names = {"valid": "validation set", "test": "test set"}
     scored = [f"{what} {sets[split]}" for split, what in names.items() if split in sets]
     said = f"{chapter.experiment.measure} of models trained on {ours}"
-    said += f"; {', '.join(scored)}." if scored else ", scored on its own validation and test sets."
+    said += f"; {', '.join(scored)}." if scored else ", scored on its validation and test sets."
     return said + (f" The paper's models are trained and scored on {theirs}." if ours != theirs else "")
 
 

@@ -207,7 +207,7 @@ def table(results: Results) -> Table:
         learned = [_learned(values["test"])] if numbers else []
         about = (LABELS[config["model"]], str(config["size"]), str(config["d_dot"]), config["corpus"]["name"])
         rows.append((*about, *ours, *theirs, count, *learned))
-    return Table(header + ((f"at least {ENOUGH:g}?",) if numbers else ()), tuple(rows))
+    return Table(header + ((f"learned (BLEU of at least {ENOUGH:g})",) if numbers else ()), tuple(rows))
 
 
 def _learned(value: float | None) -> str:
