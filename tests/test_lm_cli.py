@@ -306,7 +306,7 @@ def test_the_default_model_streams(tmp_path, monkeypatch):
     sizes = as_options({"d_model": 8, "n_layers": 1, "n_heads": 1, "d_ff": 8, "tensorboard": False, "eval_batch": 400})
     done = run("train", "lm", "--steps", "1", "--batch", "2", *sizes)
     assert done.exit_code == 0 and "runs/quick-delta at step 1 (finished)" in done.stdout
-    assert "pieces of embedded in 2 segments of 64, context carried" in done.stderr
+    assert "pieces of embedded, in batches of 2 segments of 64, context carried" in done.stderr
     text = run("generate", "runs/quick-delta", "--prompt", "The  list", "--tokens", "3")
     assert text.stdout.startswith("The  list") and "tokens are kept as a state of" in text.stderr
 

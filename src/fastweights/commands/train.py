@@ -181,7 +181,8 @@ def lm(
             task, config = assemble(corpus, **choice, **chosen)
             out = out or Path("runs") / "-".join(filter(None, (preset, mixer, rule, context)))
         words = f"{len(corpus.train):,} {corpus.tokenizer.unit}s of {corpus.manifest['name']}"
-        announce(task, f"{words} in {task.batch_size} segments of {task.segment}, context {task.context}", out)
+        cut = f"in batches of {task.batch_size} segments of {task.segment}, context {task.context}"
+        announce(task, f"{words}, {cut}", out)
         result = run_training(task, config, out, corpus, corpus.tokenizer, training)
     rows = f" (segments of {task.segment} in {task.eval_batch} rows)"
     run = shlex.quote(str(out))
@@ -238,7 +239,7 @@ def mt(
             out = out or Path("runs") / "-".join(filter(None, ("mt", preset, attention, *others, rule)))
         pairs = f"{len(corpus.split('train')):,} pairs of {corpus.manifest['name']}"
         long = f", {task.left_out:,} of them too long" if task.left_out else ""
-        announce(task, f"{pairs}{long}, {task.batches_per_epoch:,} batches an epoch", out)
+        announce(task, f"{pairs}{long}, {task.batches_per_epoch:,} batches per epoch", out)
         if "performer" in task.model.attentions and not task.model.redraw and first_process():
             say("The Performer keeps its random features as first drawn; --set redraw=true draws new ones each batch.")
         result = run_training(task, config, out, corpus, corpus.tokenizer, training)
@@ -295,7 +296,7 @@ def prepare_documentation(preset: str) -> Path:
 def announce(task: Any, data: str, out: Path) -> None:
     """Say what will be trained on what, and where."""
     if first_process():
-        say(f"{task.n_parameters / 1e6:.2f} M parameters, {data}; the run is kept in {out}")
+        say(f"Training {task.n_parameters / 1e6:.2f} M parameters on {data}; the run is in {out}")
 
 
 def run_training(
