@@ -91,7 +91,7 @@ def table(labels: Mapping[str, str], paper: Mapping[int, Mapping[str, Shown]]) -
     """
 
     def table(results: Results) -> Table:
-        header = ("model", "D", "validation", "test", "parameters")
+        header = ("model", "D", "validation", "test", *(PAPER_HEADER if paper else ()), "parameters")
         rows = []
         for size in results.sizes():
             for model, label in labels.items():
@@ -104,8 +104,8 @@ def table(labels: Mapping[str, str], paper: Mapping[int, Mapping[str, Shown]]) -
                 parameters = results.of(model, size)[0].metrics.get("parameters")
                 count = "" if parameters is None else f"{parameters / 1e6:.2f} M"
                 beside = beside_ours(theirs, size, at)
-                rows.append((label, str(size), *map(show, ours), count, *(beside if paper else ())))
-        return Table((*header, *(PAPER_HEADER if paper else ())), tuple(rows))
+                rows.append((label, str(size), *map(show, ours), *(beside if paper else ()), count))
+        return Table(header, tuple(rows))
 
     return table
 

@@ -153,7 +153,7 @@ def _state(metrics: Mapping[str, Any]) -> tuple[int, Pair] | None:
 
 
 def table(results: Results) -> Table:
-    header = ("model", "parameters", "state", "validation", "test", *PAPER_HEADER)
+    header = ("model", "validation", "test", *PAPER_HEADER, "state", "parameters")
     rows: list[tuple[str, ...]] = []
     for model, label in LABELS.items():
         for record in results.of(model):
@@ -162,7 +162,7 @@ def table(results: Results) -> Table:
             for number, found in enumerate(metrics.get("evaluations") or [metrics]):
                 name = f"{label}, memory {found['mem_len']}" if "mem_len" in found else label
                 ours = [show_found(found, split) for split in SPLITS]
-                rows.append((name, parameters, _count(found.get("state_size")), *ours, *_theirs(model, number, size)))
+                rows.append((name, *ours, *_theirs(model, number, size), _count(found.get("state_size")), parameters))
     return Table(header, tuple(rows))
 
 
