@@ -267,10 +267,8 @@ def test_smoke(tmp_path, monkeypatch):
         assert [sample[1] for sample in record.metrics["samples"]] == references[:3]
     page, _ = build(store)
     text = page.read_text()
-    scored = (
-        "BLEU of models trained on number words, en-de, scored on the validation and test set it was prepared with."
-    )
-    assert f"{scored} The paper's are trained and scored on WMT14 en-de." in html.unescape(text)
+    scored = "BLEU of models trained on number words, en-de, scored on its validation and test sets."
+    assert f"{scored} The paper's models are trained and scored on WMT14 en-de." in html.unescape(text)
     assert references[0] in text and "A check that everything runs." in text
     again = Watcher()
     sweep(TABLE1, chosen, store, again, data=given.data, jobs=1)
@@ -304,9 +302,9 @@ def test_the_page_says_what_is_scored_and_what_is_not_the_papers(tmp_path):
 
     store, old = page("old")
     begin = "BLEU of models trained on europarl, en-de"
-    end = " The paper's are trained and scored on WMT14 en-de."
+    end = " The paper's models are trained and scored on WMT14 en-de."
     known = f"{begin}; validation set newstest2013, test set newstest2014.{end}"
-    assert f"{begin}, scored on the validation and test set it was prepared with.{end}" in old()
+    assert f"{begin}, scored on its validation and test sets.{end}" in old()
     before = [path.read_bytes() for path in sorted(store.out.glob("*/cells/*"))]
     write_set(tmp_path, "another", sentences(9, 5))
     prepare("parallel", tmp_path / "europarl", tmp_path / "other", vocab=280, valid=tmp_path / "another")
