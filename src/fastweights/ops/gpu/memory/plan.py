@@ -138,7 +138,7 @@ class Plan:
             with torch.cuda.device(self.device):
                 return self.forward(tokens, W, cu_seqlens, keep, read, tiles)
         buffers = self.buffers
-        q, k, v, a, e, w = self.layout.prepare(tokens)
+        tokens = q, k, v, a, e, w = self.layout.prepare(tokens)
         y = buffers.y() if read else v
         W_end = buffers.state()
         states, errors = (buffers.states(), buffers.errors()) if keep else (buffers.unkept, buffers.unkept)
@@ -149,9 +149,9 @@ class Plan:
                 bounds = cu_seqlens if self.packed else None
                 self.prepare((q, k, (a, e), bounds, tiles, faded), self.sequences, self.T)
         if self.per_key:
-            q, k, a = faded[0], faded[1], None
+            tokens = (*faded[:2], v, None, e, w)
         first = buffers.nothing if W is None else W.contiguous()
-        tensors = (q, k, v, (a, e, w), faded[2:], first, cu_seqlens, y, W_end, states, tiles, errors)
+        tensors = (tokens, faded[2:], first, cu_seqlens, (y, W_end), (states, tiles, errors))
         self.walks[read](tensors, self.T, int(keep), int(W is not None))
         if self.tail is not None:
             self.tail.clear((y,), cu_seqlens, self.T)
@@ -182,13 +182,12 @@ class Plan:
         """
         buffers, (states, tiles, errors) = self.buffers, kept[:3]
         dy, walk, rest = self._back(dy, only_state)
-        q, k, v, *gates = self.layout.prepare(tokens)
-        inputs = (q, k, v, tuple(gates))
-        walked: Tensors = (*inputs, NOT_FADED[2:])
+        tokens = q, k, v, a, e, w = self.layout.prepare(tokens)
+        walked: Tensors = (tokens, NOT_FADED[2:])
         if self.fade is not None:
-            faded, (a, e, w) = buffers.faded(), gates
+            faded = buffers.faded()
             self.fade((q, k, (a, e), cu_seqlens if self.packed else None, tiles, faded), self.sequences, self.T)
-            walked = (*faded[:2], v, (None, e, w), faded[2:])
+            walked = ((*faded[:2], v, None, e, w), faded[2:])
             del faded
         dv = buffers.no_dv() if only_state else buffers.dv()
         # A second launch writes dq and dk: they get memory when the first does not need its own any more.
@@ -199,7 +198,7 @@ class Plan:
         dlast = buffers.nothing if dW_end is None else dW_end.contiguous()
         dstates = torch.empty_like(states) if split else states
         dright = buffers.dright() if self.separate and not only_state else states if self.separate else dv
-        tensors = (*walked, cu_seqlens, states, tiles, errors, dy, dlast, dq, dk, dv, dgates, dW, dstates, dright)
+        tensors = (*walked, cu_seqlens, (states, tiles, errors), dy, dlast, (dq, dk, dv, *dgates), dW, dstates, dright)
         walk(tensors, self.T, int(dW_end is not None), int(wants_dW))
         # What is left takes the most memory.
         del walked, tensors
@@ -211,21 +210,21 @@ class Plan:
 
         if not split:
             return lambda: gradients(dq, dk)
-        before, after = (*inputs, cu_seqlens if self.packed else None, states, errors, dy), (dgates, dstates, dright)
+        before = (tokens, cu_seqlens if self.packed else None, states, errors, dy)
 
         def finish() -> Gradients:
             chunks, *keys = rest
             if keys:
                 # Only these write dq and dk.
                 pairs = buffers.pairs()
-                chunks((*before, dv, dv, dv, *after, pairs), self.sequences, self.T)
+                chunks((*before, (dv, dv, dv, *dgates), dstates, dright, pairs), self.sequences, self.T)
                 dq, dk = buffers.dq(), buffers.dq()
-                both = (*before, dq, dk, dgates[0], dstates, dright, pairs, buffers.left_out())
+                both = (*before, (dq, dk, dgates[0]), dstates, dright, pairs, buffers.left_out())
                 for launch in keys:
                     launch(both, self.sequences, self.T)
             else:
                 dq, dk = buffers.dq(), buffers.dq()
-                chunks((*before, dq, dk, dv, *after, None), self.sequences, self.T)
+                chunks((*before, (dq, dk, dv, *dgates), dstates, dright, None), self.sequences, self.T)
             return gradients(dq, dk)
 
         return finish
@@ -307,11 +306,11 @@ class Plan:
         return block, self.columns * -(-M // block)
 
     def _walked_dtypes(self) -> Dtypes:
-        """Return the dtypes of what walks take of tokens: q, k, v, the gates, and what decays per key leave."""
+        """Return the dtypes of what walks take of tokens: q, k, v and the gates; and what decays per key leave."""
         (data, _, wide, kept), (a, e, w) = self.dtypes, self.gate_dtypes
         if self.per_key:
-            return kept, kept, data, (None, e, w), (kept, wide)
-        return data, data, data, (a, e, w), (None, None)
+            return (kept, kept, data, None, e, w), (kept, wide)
+        return (data, data, data, a, e, w), (None, None)
 
     def _walk(self, read: bool) -> Launch:
         """Return the launch of the forward walk."""
@@ -321,7 +320,7 @@ class Plan:
         block, programs = self._columns()
         options = self._in_walks(unit, *pace, block_M=block, read=read)
         kernel = _recurrent_kernel(back=False) if isinstance(self.variant, RecurrentWalk) else walk_forward
-        dtypes = (*self._walked_dtypes(), wide, self.bounds_dtype, out if read else data, wide, kept, kept, kept)
+        dtypes = (*self._walked_dtypes(), wide, self.bounds_dtype, (out if read else data, wide), (kept,) * 3)
         return self._launch(kernel, programs, dtypes, strides, options, pace)
 
     def _back(self, dy: Tensor, only_state: bool) -> tuple[Tensor, Launch, list[Launch]]:
@@ -345,8 +344,8 @@ class Plan:
         how = {"fused": fused, "only_state": only_state}
         options = self._in_walks(unit, *pace, block_M=block, **how)
         kernel = _recurrent_kernel(back=True) if isinstance(self.variant, RecurrentWalk) else walk_backward
-        inputs = (*self._walked_dtypes(), self.bounds_dtype, kept, kept, kept, dy.dtype, wide)
-        gradients = (data, data, data, self.gate_dtypes, wide, kept, kept if self.separate else data)
+        inputs = (*self._walked_dtypes(), self.bounds_dtype, (kept,) * 3, dy.dtype, wide)
+        gradients = ((data, data, data, *self.gate_dtypes), wide, kept, kept if self.separate else data)
         return self._launch(kernel, programs, (*inputs, *gradients), strides, options, pace)
 
     def _rest(self, dy: Tensor) -> list[Launch]:
@@ -371,14 +370,15 @@ class Plan:
         chunks = slots if self.packed else -(-self.T // variant.chunk)
         programs = -(-chunks // several) * (1 if self.packed else self.sequences)
         bounds = self.bounds_dtype if self.packed else None
-        inputs = (data, data, data, self.gate_dtypes, bounds, kept, kept, dy.dtype)
+        tokens = (data, data, data, *self.gate_dtypes)
+        inputs = (tokens, bounds, kept, kept, dy.dtype)
         dright, pairs = kept if self.separate else data, kept if self.per_key else None
-        outputs = (data, data, data, self.gate_dtypes, kept, dright, pairs)
+        outputs = (tokens, kept, dright, pairs)
         pace = (variant.gradient_warps, variant.gradient_stages)
         launches = [self._launch(chunk_gradients, programs * options.H, (*inputs, *outputs), strides, options, pace)]
         if self.per_key:
             programs = slots * -(-options.D // options.block_D)
-            of_keys = (data, data, wide, kept, dright, pairs, torch.int32)
+            of_keys = ((data, data, wide), kept, dright, pairs, torch.int32)
             for steep, warps in ((False, variant.gradient_warps), (True, STEEP_WARPS)):
                 how, dtypes = replace(options, steep=steep), (*inputs, *of_keys)
                 launches.append(

@@ -27,6 +27,7 @@ from fastweights.ops.gpu.memory.kernels.maps import gate_slope, load_features, l
 from fastweights.ops.gpu.memory.kernels.tiles import (
     at_or_above,
     dot,
+    in_entries,
     load_again,
     load_both,
     load_by_product,
@@ -41,21 +42,13 @@ from fastweights.ops.gpu.memory.kernels.tiles import (
 
 @triton.jit(do_not_specialize=["T", "final", "wanted"])
 def walk_backward(
-    q,  # (B, T, H, R)
-    k,  # (B, T, H, R)
-    v,  # (B, T, H, M)
-    gates,  # a, e, w, each (B, T, H) or None
+    tokens,  # q and k (B, T, H, R), v (B, T, H, M), and the gates a, e, w, each (B, T, H) or None
     remaining,  # as `walk_forward` takes it
     cu_seqlens,  # (N + 1,) or None
-    states,  # (slots, H, M, D), kept by `walk_forward`
-    tiles,  # (slots, H, planes, C, C), the same
-    errors,  # (B, T, H, M), the same
+    saved,  # as `walk_forward` takes it
     dy,  # (B, T, H, M)
     dW_end,  # (N, H, D, M)
-    dq,  # (B, T, H, R)
-    dk,  # (B, T, H, R)
-    dv,  # (B, T, H, M)
-    dgates,  # da, de, dw, each (B, T, H) or None
+    gradients,  # dq and dk (B, T, H, R), dv (B, T, H, M), and da, de, dw, each (B, T, H) or None
     dW,  # (N, H, D, M), of the first state
     dstates,  # (slots, H, M, D), for `chunk_gradients`: of the state after each chunk
     dright,  # (B, T, H, M), for `chunk_gradients`: dR
@@ -83,18 +76,11 @@ def walk_backward(
     Decays per key come with keys and queries, as in `walk_forward`.
     """
     C: tl.constexpr = o.C
-    a, e, w = gates
+    q, k, v, a, e, w = tokens
     k_rest, last_rest = remaining
-    da, de, dw = dgates
-    q_token, q_head, k_token, k_head, v_token, v_head, dy_token, dy_head, gate_token, gate_head = strides
-    q_token *= o.unit
-    q_head *= o.unit
-    k_token *= o.unit
-    k_head *= o.unit
-    v_token *= o.unit
-    v_head *= o.unit
-    dy_token *= o.unit
-    dy_head *= o.unit
+    states, tiles, errors = saved
+    dq, dk, dv, da, de, dw = gradients
+    q_token, q_head, k_token, k_head, v_token, v_head, dy_token, dy_head, gate_token, gate_head = in_entries(strides, o)
     splits: tl.constexpr = (o.M + o.block_M - 1) // o.block_M
     # Tiles that products take from both sides are loaded for each.
     AGAIN: tl.constexpr = o.prefetch and o.both_ways and o.precision != "ieee" and o.map == "none"

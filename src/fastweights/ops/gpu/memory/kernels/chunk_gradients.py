@@ -23,6 +23,7 @@ from fastweights.ops.gpu.memory.kernels.gradients import store_gate_gradient
 from fastweights.ops.gpu.memory.kernels.maps import gate_slope, load_features, load_raw, raw_gradient
 from fastweights.ops.gpu.memory.kernels.tiles import (
     dot,
+    in_entries,
     load_both,
     load_gate,
     load_rows,
@@ -34,18 +35,12 @@ from fastweights.ops.gpu.memory.kernels.tiles import (
 
 @triton.jit(do_not_specialize=["N", "T"])
 def chunk_gradients(
-    q,  # (B, T, H, R)
-    k,  # (B, T, H, R)
-    v,  # (B, T, H, M)
-    gates,  # a, e, w, each (B, T, H) or None
+    tokens,  # q and k (B, T, H, R), v (B, T, H, M), and the gates a, e, w, each (B, T, H) or None
     cu_seqlens,  # (N + 1,) or None
     states,  # (slots, H, M, D), kept by `walk_forward`
     errors,  # (B, T, H, M), the same
     dy,  # (B, T, H, M)
-    dq,  # (B, T, H, R)
-    dk,  # (B, T, H, R)
-    dv,  # (B, T, H, M)
-    dgates,  # da, de, dw, each (B, T, H) or None
+    gradients,  # dq and dk (B, T, H, R), dv (B, T, H, M), and da, de, dw, each (B, T, H) or None
     dstates,  # (slots, H, M, D), left by `walk_backward`
     dright,  # (B, T, H, M), the same: dR, which may stand where dv will
     pairs,  # with decays per key, dP and G for `key_decay_gradients`, (slots, H, planes, C, C)
@@ -70,17 +65,9 @@ def chunk_gradients(
     to `key_decay_gradients`; both are then without Γ.
     """
     C: tl.constexpr = o.C
-    a, e, w = gates
-    da, de, dw = dgates
-    q_token, q_head, k_token, k_head, v_token, v_head, dy_token, dy_head, gate_token, gate_head = strides
-    q_token *= o.unit
-    q_head *= o.unit
-    k_token *= o.unit
-    k_head *= o.unit
-    v_token *= o.unit
-    v_head *= o.unit
-    dy_token *= o.unit
-    dy_head *= o.unit
+    q, k, v, a, e, w = tokens
+    dq, dk, dv, da, de, dw = gradients
+    q_token, q_head, k_token, k_head, v_token, v_head, dy_token, dy_head, gate_token, gate_head = in_entries(strides, o)
     program = tl.program_id(0)
     head = program % o.H
     rows = tl.arange(0, C)

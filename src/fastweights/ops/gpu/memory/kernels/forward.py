@@ -19,6 +19,7 @@ from fastweights.ops.gpu.memory.kernels.tiles import (
     at_or_above,
     chunk_in,
     dot,
+    in_entries,
     load_again,
     load_by_product,
     load_gate,
@@ -34,18 +35,12 @@ from fastweights.ops.gpu.memory.kernels.tiles import (
 
 @triton.jit(do_not_specialize=["T", "keep", "given"])
 def walk_forward(
-    q,  # (B, T, H, R)
-    k,  # (B, T, H, R)
-    v,  # (B, T, H, M)
-    gates,  # a, e, w, each (B, T, H) or None
+    tokens,  # q and k (B, T, H, R), v (B, T, H, M), and the gates a, e, w, each (B, T, H) or None
     remaining,  # with decays per key, k * Γ[-1] (B, T, H, D) and γ[-1] of each step (slots, H, D)
     W,  # (N, H, D, M), the first state
     cu_seqlens,  # (N + 1,) or None
-    y,  # (B, T, H, M)
-    W_end,  # (N, H, D, M)
-    states,  # (slots, H, M, D), the state before each chunk
-    tiles,  # (slots, H, 2, C, C), Z and P of each chunk, or Z alone where they are not `prepared`
-    errors,  # (B, T, H, M), E
+    outputs,  # y (B, T, H, M) and W_end (N, H, D, M)
+    saved,  # states before each chunk (slots, H, M, D), its Z and P (slots, H, planes, C, C), and E (B, T, H, M)
     T,
     keep,
     given,
@@ -70,15 +65,11 @@ def walk_forward(
     With decays per key, Γ and γ have D features and stand beside k and q: these come as q * γ, k * γ and k * Γ[-1].
     """
     C: tl.constexpr = o.C
-    a, e, w = gates
+    q, k, v, a, e, w = tokens
+    y, W_end = outputs
+    states, tiles, errors = saved
     k_rest, last_rest = remaining
-    q_token, q_head, k_token, k_head, v_token, v_head, gate_token, gate_head = strides
-    q_token *= o.unit
-    q_head *= o.unit
-    k_token *= o.unit
-    k_head *= o.unit
-    v_token *= o.unit
-    v_head *= o.unit
+    q_token, q_head, k_token, k_head, v_token, v_head, gate_token, gate_head = in_entries(strides, o)
     splits: tl.constexpr = (o.M + o.block_M - 1) // o.block_M
     # Tiles that products take from both sides are loaded for each.
     AGAIN: tl.constexpr = o.prefetch and o.both_ways and o.precision != "ieee" and o.map == "none"
@@ -216,11 +207,7 @@ def prepare_chunks(
     """
     C: tl.constexpr = o.C
     a, e = gates
-    q_token, q_head, k_token, k_head, gate_token, gate_head = strides
-    q_token *= o.unit
-    q_head *= o.unit
-    k_token *= o.unit
-    k_head *= o.unit
+    q_token, q_head, k_token, k_head, gate_token, gate_head = in_entries(strides, o)
     program = tl.program_id(0)
     head = program % o.H
     slot = program // o.H

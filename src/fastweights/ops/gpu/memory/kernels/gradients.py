@@ -162,17 +162,12 @@ def store_gate_gradient(dx, gradient, slope, rows, left, H: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "T"])
 def key_decay_gradients(
-    q,  # (B, T, H, D)
-    k,  # (B, T, H, D)
-    v,  # (B, T, H, M)
-    gates,  # the log decays a (B, T, H, D), and e, w, each (B, T, H) or None
+    tokens,  # q, k and the log decays a (B, T, H, D), v (B, T, H, M), and e, w, each (B, T, H) or None
     cu_seqlens,  # (N + 1,) or None
     states,  # (slots, H, M, D), kept by `walk_forward`
     errors,  # (B, T, H, M), the same
     dy,  # (B, T, H, M)
-    dq,  # (B, T, H, D)
-    dk,  # (B, T, H, D)
-    da,  # (B, T, H, D)
+    gradients,  # dq, dk and da, each (B, T, H, D)
     dstates,  # (slots, H, M, D), left by `walk_backward`
     dright,  # (B, T, H, M), the same: dR; without `o.separate` dv, which is e dR
     pairs,  # dP and G, (slots, H, planes, C, C), left by `chunk_gradients`
@@ -194,7 +189,8 @@ def key_decay_gradients(
     Pairs of tokens are gone through as in `decays.key_products`, in a launch for each of its two ways: the second takes
     many more registers.
     """
-    a, e, w = gates
+    q, k, v, a, e, w = tokens
+    dq, dk, da = gradients
     q_token, q_head, k_token, k_head, v_token, v_head, dy_token, dy_head, gate_token, gate_head = strides
     C: tl.constexpr = o.C
     parts: tl.constexpr = (o.D + o.block_D - 1) // o.block_D

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from fastweights.ops.gpu.memory.kernels.gluon import async_copy, constexpr_function, gl, jit, mma_v2, two_sums
 from fastweights.ops.gpu.memory.kernels.recurrent_tiles import column, copy_ahead, row, state_layout, tile_layout
-from fastweights.ops.gpu.memory.kernels.tiles import leading_digits, sequence
+from fastweights.ops.gpu.memory.kernels.tiles import in_entries, leading_digits, sequence
 
 
 @constexpr_function
@@ -100,21 +100,13 @@ def eight_back(dW_t, q, k, dy, e, keys, own, layout: tl.constexpr, o: tl.constex
 
 @jit(do_not_specialize=["T", "final", "wanted"])
 def walk_tokens_backward(
-    q,  # (B, T, H, D)
-    k,  # (B, T, H, D)
-    v,  # (B, T, H, M)
-    gates,  # a (None), e, w, each (B, T, H) or None
+    tokens,  # q and k (B, T, H, D), v (B, T, H, M), and the gates a (None), e, w, each (B, T, H) or None
     remaining,  # none: these walks take no decays
     cu_seqlens,  # (N + 1,) or None
-    states,  # (slots, H, M, D), kept by `walk_tokens_forward`
-    inverses,  # none
-    errors,  # (B, T, H, M), the same
+    saved,  # as `walk_tokens_forward` takes it
     dy,  # (B, T, H, M)
     dW_end,  # (N, H, D, M)
-    dq,  # (B, T, H, D)
-    dk,  # (B, T, H, D)
-    dv,  # (B, T, H, M)
-    dgates,  # da (None), de, dw, each (B, T, H) or None
+    gradients,  # dq and dk (B, T, H, D), dv (B, T, H, M), and da (None), de, dw, each (B, T, H) or None
     dW,  # (N, H, D, M), of the first state
     dstates,  # none
     dright,  # none
@@ -145,17 +137,10 @@ def walk_tokens_backward(
     WARPS: tl.constexpr = o.warps
     ACC: tl.constexpr = o.acc
     PRECISION: tl.constexpr = o.precision
-    _, e, w = gates
-    _, de, dw = dgates
-    q_token, q_head, k_token, k_head, v_token, v_head, dy_token, dy_head, gate_token, gate_head = strides
-    q_token *= o.unit
-    q_head *= o.unit
-    k_token *= o.unit
-    k_head *= o.unit
-    v_token *= o.unit
-    v_head *= o.unit
-    dy_token *= o.unit
-    dy_head *= o.unit
+    q, k, v, _, e, w = tokens
+    states, _, errors = saved
+    dq, dk, dv, _, de, dw = gradients
+    q_token, q_head, k_token, k_head, v_token, v_head, dy_token, dy_head, gate_token, gate_head = in_entries(strides, o)
     program = tl.program_id(0)
     head = program % o.H
     n = program // o.H

@@ -5,23 +5,17 @@ import triton.language as tl
 
 from fastweights.ops.gpu.memory.kernels.gluon import async_copy, gl, jit
 from fastweights.ops.gpu.memory.kernels.recurrent_tiles import column, copy_ahead, row, state_layout
-from fastweights.ops.gpu.memory.kernels.tiles import sequence
+from fastweights.ops.gpu.memory.kernels.tiles import in_entries, sequence
 
 
 @jit(do_not_specialize=["T", "keep", "given"])
 def walk_tokens_forward(
-    q,  # (B, T, H, D)
-    k,  # (B, T, H, D)
-    v,  # (B, T, H, M)
-    gates,  # a (None), e, w, each (B, T, H) or None
+    tokens,  # q and k (B, T, H, D), v (B, T, H, M), and the gates a (None), e, w, each (B, T, H) or None
     remaining,  # none: these walks take no decays
     W,  # (N, H, D, M), the first state
     cu_seqlens,  # (N + 1,) or None
-    y,  # (B, T, H, M)
-    W_end,  # (N, H, D, M)
-    states,  # (slots, H, M, D), the state before each chunk
-    inverses,  # none
-    errors,  # (B, T, H, M), E
+    outputs,  # y (B, T, H, M) and W_end (N, H, D, M)
+    saved,  # states before each chunk (slots, H, M, D), nothing, and E (B, T, H, M)
     T,
     keep,
     given,
@@ -44,14 +38,10 @@ def walk_tokens_forward(
     STAGES: tl.constexpr = o.stages
     WARPS: tl.constexpr = o.warps
     ACC: tl.constexpr = o.acc
-    _, e, w = gates
-    q_token, q_head, k_token, k_head, v_token, v_head, gate_token, gate_head = strides
-    q_token *= o.unit
-    q_head *= o.unit
-    k_token *= o.unit
-    k_head *= o.unit
-    v_token *= o.unit
-    v_head *= o.unit
+    q, k, v, _, e, w = tokens
+    y, W_end = outputs
+    states, _, errors = saved
+    q_token, q_head, k_token, k_head, v_token, v_head, gate_token, gate_head = in_entries(strides, o)
     program = tl.program_id(0)
     head = program % o.H
     n = program // o.H

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment"
 """What the kernels share: tiles, and the inverse of a chunk's triangular system.
 
 Rows of a tile are named by its first index. C tokens make a chunk, `t` reads or writes later than `s`. The kernels hold
@@ -44,6 +44,17 @@ def product(x, y, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 def leading_digits(x):
     """The part of float32 that TF32 can hold; what is left has as many digits again, and 3 more that are lost."""
     return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_entries(strides, o: tl.constexpr):
+    """The strides in entries: those of the gates, the last two, come so; those of q, k, v and dy in units."""
+    IN_UNITS: tl.constexpr = len(strides) - 2
+    entries = ()
+    for i in tl.static_range(IN_UNITS):
+        entries = entries + (strides[i] * o.unit,)  # noqa: RUF005
+    gate_token, gate_head = strides[IN_UNITS:]
+    return entries + (gate_token, gate_head)  # noqa: RUF005
 
 
 @triton.jit
