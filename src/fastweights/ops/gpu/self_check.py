@@ -46,20 +46,20 @@ class Check:
     Args:
         key: the name of its verdict on disk.
         kernels: what the messages call it, a plural.
-        instead: a sentence about what runs where it is wrong.
         source: the file or folder with its code, for which the verdict holds.
         dtype: what it computes in; its results may be off by `LIMITS[dtype]`.
         compare: runs a small problem on a device and returns how far each result is off, by name.
         limits: other limits, for results that have them.
+        instead: a sentence about what runs where it is wrong.
     """
 
     key: str
     kernels: str
-    instead: str
     source: Path
     dtype: torch.dtype
     compare: Callable[[torch.device], dict[str, float]]
     limits: Mapping[str, float] = field(default_factory=dict)
+    instead: str = "plain PyTorch is used instead"
 
     def refusal(self, device: torch.device) -> str | None:
         """Say why the kernels must not be used on `device`; checks them where nobody did before."""

@@ -43,7 +43,6 @@ def check_of(dtype: torch.dtype, weight_dtype: torch.dtype, d: int) -> Check:
     return Check(
         key=f"{dtype}, weights {weight_dtype}, d = {d}, {configuration(dtype, d)}",
         kernels=f"the softmax kernels for {dtype}, d = {d}",
-        instead="plain PyTorch is used instead",
         source=Path(__file__).parent,
         dtype=dtype,
         compare=lambda device: compare(dtype, weight_dtype, d, device, 700, 9000, (500, 1000, 7500)),

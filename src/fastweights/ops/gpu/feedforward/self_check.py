@@ -35,7 +35,6 @@ def check_of(d_model: int, d_ff: int, p: float) -> Check:
     return Check(
         key=f"d_model = {d_model}, d_ff = {d_ff}, dropout {p}",
         kernels=f"the feed-forward kernels for d_model = {d_model}",
-        instead="plain PyTorch is used instead",
         source=Path(__file__).parent,
         dtype=torch.bfloat16,
         compare=lambda device: compare(torch.bfloat16, d_model, d_ff, device, 300, p),

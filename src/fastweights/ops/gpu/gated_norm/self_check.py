@@ -39,7 +39,6 @@ def check_of(dtype: torch.dtype, M: int, opening: str | None) -> Check:
     return Check(
         key=f"{str(dtype).removeprefix('torch.')}, M = {M}, {opening}",
         kernels=f"the kernels of the gated norm for {dtype}, M = {M} and opening {opening!r}",
-        instead="plain PyTorch is used instead",
         source=Path(__file__).parent,
         dtype=dtype,
         compare=lambda device: compare(dtype, opening, device, (2, 75, 3, M)),

@@ -27,7 +27,6 @@ def check_of(dtype: torch.dtype) -> Check:
     return Check(
         key=str(dtype),
         kernels=f"the kernels of the softmax with label smoothing for {dtype}",
-        instead="plain PyTorch is used instead",
         source=Path(__file__).parent,
         dtype=dtype,
         compare=lambda device: compare(dtype, device, 300, 2 * launch.BLOCK + 77),

@@ -101,7 +101,6 @@ def check_of(call: Call, H: int) -> Check:
     return Check(
         key=f"{what}, {how}",
         kernels=f"the kernels of linear attention for {what}",
-        instead="plain PyTorch is used instead",
         # Maps and products are the memory's.
         source=Path(__file__).parents[1],
         dtype=call.dtype,

@@ -49,7 +49,7 @@ def check_of(signature: Signature, heads: int) -> Check:
         return _compare(signature, heads, device)
 
     name, alternative = f"the kernels for {signature}", f"'auto' takes {instead} instead"
-    return Check(signature.key, name, alternative, SOURCE, signature.dtype, compare)
+    return Check(signature.key, name, SOURCE, signature.dtype, compare, instead=alternative)
 
 
 def _walks(*arguments: Any) -> Any:

@@ -60,7 +60,6 @@ def check_of(kind: Kind) -> Check:
     return Check(
         key=str(kind),
         kernels=f"the kernels of the short convolution for {kind}",
-        instead="plain PyTorch is used instead",
         source=Path(__file__).parent,
         dtype=kind.dtype,
         compare=lambda device: compare(kind, device, 2, 150, 200),
