@@ -210,8 +210,8 @@ def launches(monkeypatch, call, H=8):
     v = torch.empty(4, 4096, H, call.M, dtype=call.dtype, device="meta")
     mask = torch.empty(4, 4096, dtype=torch.bool, device="meta") if call.masked else None
     vectors = torch.empty(call.features.m, call.R, device="meta") if call.features.m else None
-    y, *kept = launch.forward(call, q, k, v, mask, vectors)
-    launch.backward(call, y, q, k, v, mask, vectors, *kept)
+    y, *kept = launch.forward(call, (q, k, v, mask, vectors))
+    launch.backward(call, y, (q, k, v, mask, vectors), kept)
     if call.way == PARTS:
         W, z = launch.write(call, k, v, mask, vectors)
         launch.read(call._replace(C=launch.QUERIES), q, vectors, W, z)

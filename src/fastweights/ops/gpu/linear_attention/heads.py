@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What the kernels of linear attention share: their options, keys that are there, and features of raw heads by blocks.
+"""What the kernels of linear attention share: their options, where a head lies, and features of raw heads by blocks.
 
-B sequences, T queries and S keys of H heads; a head has R entries before the map, D after it, and values of M. Kernels
-take `block_D` features at a time. Maps and products are those of the memory's kernels; FAVOR+, whose random vectors
-have to be read, is only known here.
+B sequences, T queries and S keys of H heads; a head has R entries before the map, D features after it, and values of
+size M. Kernels take C tokens and `block_D` features at a time. Maps and products are those of the memory's kernels;
+FAVOR+, whose random vectors have to be read, is only known here.
 """
 
 from dataclasses import dataclass
@@ -12,61 +12,53 @@ import triton
 import triton.language as tl
 
 from fastweights.ops.gpu.memory.kernels.maps import load_raw, mapped, raw_gradient
-from fastweights.ops.gpu.memory.kernels.tiles import (
-    dot,
-    exponential,
-    leading_digits,
-    load_rows,
-    load_transposed,
-    store_rows,
-)
+from fastweights.ops.gpu.memory.kernels.options import TileOptions
+from fastweights.ops.gpu.memory.kernels.tiles import dot, exponential, leading_digits, store_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What a kernel is compiled for, `o` in the code; what the memory's kernels have too is named as there."""
+class Options(TileOptions):
+    """What a kernel of linear attention is compiled for."""
 
-    H: int
-    R: int
-    D: int
-    M: int
-    C: int
-    """Queries or keys of a tile."""
-    block_R: int
-    """Raw entries of a tile: those of `block_D` features, or with `whole` all of a head."""
-    block_D: int
-    block_M: int
-    map: str = "none"
-    normalized: bool = True
-    """Divide by the sum of the weights (attention normalisation)."""
     masked: bool = False
     """There is a mask of the keys."""
     centred: bool = False
     """The memory is W - z c^T, and c is added to what is read."""
     whole: bool = False
-    """Every feature may hang on any entry of a raw head: DPFP, FAVOR+."""
+    """Every feature may depend on any entry of a raw head (DPFP, FAVOR+), so all of a head are loaded at once."""
     vectors: int = 0
     """FAVOR+: m random vectors r make the features exp(r·x - level) and exp(-r·x - level)."""
     half_square: float = 0.0
     """FAVOR+: the level of a key is this times |x|², and `level` more."""
     level: float = 0.0
-    gather: bool = False
-    both_ways: bool = False
-    sum: bool = False
-    operand: tl.dtype = tl.float32
-    acc: tl.dtype = tl.float32
-    precision: str = "ieee"
 
 
 @triton.jit
 def of_head(x, head, tokens, token_stride, head_stride, o: tl.constexpr):
-    """Where the first token of head number `head` of all sequences stands; each has so many `tokens`."""
+    """Return where the first token of a head is, `head` counting those of all sequences, which have `tokens` each."""
     return x + (head // o.H) * tokens * token_stride + (head % o.H) * head_stride
 
 
 @triton.jit
+def keys_of_head(keys, head, S, strides, o: tl.constexpr):
+    """Return where the keys and the values of a head begin, with their token strides, and the mask of all sequences."""
+    k, v, mask = keys
+    k_token, k_head, v_token, v_head = strides
+    k = of_head(k, head, S, k_token, k_head, o)
+    v = of_head(v, head, S, v_token, v_head, o)
+    return k, v, k_token, v_token, mask
+
+
+@triton.jit
+def tile_of_program(tokens, o: tl.constexpr):
+    """Return the head of a program that takes one tile of C tokens, and the first token of that tile."""
+    tiles = tl.cdiv(tokens, o.C)
+    return (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * o.C
+
+
+@triton.jit
 def present(mask, head, start, S, left, o: tl.constexpr):
-    """Numbers of the C keys from `start` on, for one that is masked the number `left`: nothing of it is then read."""
+    """Number C keys of a head from `start` on. A masked key gets the number `left`, so that nothing of it is read."""
     rows = tl.arange(0, o.C)
     if o.masked:
         there = tl.load(mask + (head // o.H) * S + start + rows, rows < left, 0)
@@ -76,23 +68,15 @@ def present(mask, head, start, S, left, o: tl.constexpr):
 
 @triton.jit
 def load_entries(x, rows, left, first, stride, AXIS: tl.constexpr, o: tl.constexpr):
-    """What `block_D` features from `first` on are computed from, (C, R) or (R, C)."""
-    if o.whole:
-        raw = load_raw(x, rows, left, stride, AXIS, o)
-    else:
-        columns = first + tl.arange(0, o.block_D)
-        if AXIS == 0:
-            raw = load_transposed(x, rows, left, columns, stride, o.R, o.both_ways)
-        else:
-            raw = load_rows(x, rows, left, columns, stride, o.R)
-    return raw
+    """Load the entries that `block_D` features from `first` on are computed from, (C, R) or (R, C)."""
+    return load_raw(x, rows, left, stride, AXIS, o, 0 if o.whole else first)
 
 
 @triton.jit
 def features(x, raw, rows, left, first, stride, vectors, level, AXIS: tl.constexpr, o: tl.constexpr):
-    """`block_D` features from `first` on of the heads whose entries `load_entries` gave, (C, D) or (D, C).
+    """Compute `block_D` features from `first` on of the heads whose entries `load_entries` gave, (C, D) or (D, C).
 
-    `level` (C,) is that of FAVOR+, and idle else.
+    `level` (C,) is that of FAVOR+; other maps do not use it.
     """
     phi = raw.to(o.acc)
     if o.map == "favor":
@@ -107,7 +91,7 @@ def features(x, raw, rows, left, first, stride, vectors, level, AXIS: tl.constex
 
 @triton.jit
 def load_features(x, rows, left, first, stride, vectors, level, AXIS: tl.constexpr, o: tl.constexpr):
-    """The same from memory, as an operand of products."""
+    """Compute the same from memory, as an operand of products."""
     raw = load_entries(x, rows, left, first, stride, AXIS, o)
     return features(x, raw, rows, left, first, stride, vectors, level, AXIS, o).to(o.operand)
 
@@ -120,7 +104,7 @@ def signs(first, o: tl.constexpr):
 
 @triton.jit
 def load_vectors(vectors, first, AXIS: tl.constexpr, o: tl.constexpr):
-    """FAVOR+'s vectors of `block_D` features from `first` on, (D, R), or (R, D) for AXIS 1."""
+    """FAVOR+: load the vectors of `block_D` features from `first` on, (D, R), or (R, D) for AXIS 1."""
     j = tl.expand_dims(first + tl.arange(0, o.block_D), 1 - AXIS)
     r = tl.expand_dims(tl.arange(0, o.block_R), AXIS)
     return tl.load(vectors + j % o.vectors * o.R + r, (j < o.D) & (r < o.R), 0.0)
@@ -128,9 +112,10 @@ def load_vectors(vectors, first, AXIS: tl.constexpr, o: tl.constexpr):
 
 @triton.jit
 def exponents_of(raw, vectors, first, AXIS: tl.constexpr, o: tl.constexpr):
-    """FAVOR+'s r·x or -r·x of `block_D` features from `first` on, (C, D) or (D, C).
+    """FAVOR+: compute r·x or -r·x of `block_D` features from `first` on, (C, D) or (D, C).
 
-    What 16-bit operands leave of a vector is multiplied as well: an exponent needs digits after the point.
+    The part of a vector that a 16-bit operand has no digits for is multiplied as well: exponents need digits after the
+    point.
     """
     r = load_vectors(vectors, first, AXIS, o)
     rough = r
@@ -170,10 +155,10 @@ def level_of_queries(q, rows, left, stride, vectors, o: tl.constexpr):
 def add_gradient(
     dx, dphi, x, dx_at, raw, rows, left, first, stride, last, vectors, level, KEYS: tl.constexpr, o: tl.constexpr
 ):
-    """Gradient of raw heads, from that of `block_D` features (C, D) from `first` on, written for the first `last` rows.
+    """Go back from the gradient of `block_D` features (C, D) from `first` on to that of raw heads.
 
-    With `whole`, where a raw entry is part of many features, it is added to `dx`, which the caller writes; else it is
-    written at `dx_at`, with 0 for rows that were not read.
+    With `whole`, where an entry is part of many features, it is added to `dx`, which the caller writes in the end. Else
+    it is written at `dx_at` for the first `last` rows, with 0 for those that were not read.
     """
     if o.map == "favor":
         dphi *= features(x, raw, rows, left, first, stride, vectors, level, 1, o)
@@ -195,11 +180,3 @@ def write_gradient(dx_at, found, rows, left, columns, last, o: tl.constexpr):
     """Write a tile (C, R) for the first `last` rows, with 0 for those that were not read."""
     found = tl.where((rows < left)[:, None], found, 0.0)
     store_rows(dx_at, found, tl.arange(0, o.C), last, columns, o.H * o.R, o.R)
-
-
-@triton.jit
-def reciprocal(total, o: tl.constexpr):
-    """1 / total, and 0 where that is next to 0, as `normalization.safe_divide` has it."""
-    tiny: tl.constexpr = 1.4916681462400413e-154 if tl.float64 == o.acc else 1.0842021724855044e-19
-    empty = tl.abs(total) < tiny
-    return tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, total))

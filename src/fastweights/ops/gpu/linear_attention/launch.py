@@ -6,6 +6,7 @@ B sequences of T queries and S keys, H heads of R entries before the map and D a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,10 +17,13 @@ from fastweights.ops.features import Features
 from fastweights.ops.gpu.device import use_device_of
 from fastweights.ops.gpu.memory.strides import addressable, strides_of
 
+# q, k, v, a mask of the keys or None, and the vectors (m, R) of FAVOR+ or None.
+Inputs = Sequence[Any]
+
 # Ways to compute a call: all weights of a head at once; a head's memory, written and read in one launch; one launch for
-# each step, with memories as sums of parts; a state that somebody keeps, written by one call and read by others.
+# each step, with memories as sums of parts; a state that the caller keeps, written by one call and read by others.
 WEIGHTS, ONE_LAUNCH, PARTS, KEPT = "weights", "one launch", "parts", "a state"
-# Up to so many tokens, or with so many heads of all sequences together, a program does everything for a head.
+# Up to this many tokens, or with this many heads of all sequences together, a program does everything for a head.
 SHORT, MANY_HEADS = 512, 128
 # Programs that write parts of memories, and the fewest tiles of tokens of a part.
 PROGRAMS, LEAST_TILES = 512, 4
@@ -28,7 +32,7 @@ QUERIES = 16
 
 
 class Call(NamedTuple):
-    """What decides which kernels run, and how: one such call is checked on a GPU before others are made."""
+    """What decides which kernels run, and how. On a GPU one call of a kind is checked before others are made."""
 
     way: str
     dtype: torch.dtype
@@ -73,7 +77,7 @@ PRODUCTS = {
     # The interpreter only.
     torch.float64: Products("float64", torch.float64, "ieee"),
 }
-# Maps of which every feature hangs on a whole head, or on any entry of it.
+# Maps of which a feature may depend on any entry of a head.
 WHOLE = ("dpfp", "favor")
 # Warps of a program by the tokens of its tiles, and how far its loads run ahead, less one.
 WARPS, STAGES = {16: 2, 32: 4, 64: 4}, 2
@@ -133,7 +137,7 @@ def way_of(q: Tensor, k: Tensor, v: Tensor, features: Features) -> str:
 
 
 def parts_of(heads: int, blocks: int, tokens: int, C: int) -> tuple[int, int]:
-    """Return into how many parts memories of this many heads are cut, and the tokens of one, a multiple of C."""
+    """Return how many parts the memories of this many heads are sums of, and the tokens of one, a multiple of C."""
     tiles = -(-tokens // C)
     wanted = max(1, min(PROGRAMS // max(1, heads * blocks), tiles // LEAST_TILES))
     each = -(-tiles // wanted)
@@ -159,90 +163,64 @@ def empty_memory(way: str, q: Tensor, M: int, features: Features) -> Kept:
     return Kept(*(q.new_empty(size, dtype=dtype) for size, dtype in zip(sizes, (kept, wide, wide), strict=True)))
 
 
-def run(kernel: Any, grid: int, tensors: tuple[Tensor, ...], integers: tuple[int, ...], *constants: Any) -> None:
+def run(kernel: Any, grid: int, tensors: tuple[Any, ...], integers: tuple[int, ...], *constants: Any) -> None:
     """Launch a kernel. Its `constants`, options last, are bound once for each grid."""
-    from fastweights.ops.gpu.memory.launcher import Launch, planned
+    from fastweights.ops.gpu.memory.launcher import Launch, dtypes_of, planned
 
-    device, warps = tensors[0].device, WARPS[constants[-1].C]
+    device, warps = _first(tensors).device, WARPS[constants[-1].C]
     if device.type != "cuda":
         kernel[(grid,)](*tensors, *integers, *constants, num_warps=warps, num_stages=STAGES)
         return
-    dtypes = tuple([x.dtype for x in tensors])
+    dtypes = dtypes_of(tensors)
     key = (id(kernel), grid, device, dtypes, constants)
     launch = planned(key, lambda: Launch(kernel, grid, dtypes, len(integers), constants, warps, STAGES, device))
     launch(tensors, *integers)
 
 
-def forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, vectors: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Compute y (B, T, H, M), and `Kept` for the gradients; `vectors` (m, R) are those of FAVOR+."""
+def forward(call: Call, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Compute y (B, T, H, M), and `Kept` for the gradients."""
     from fastweights.ops.gpu.linear_attention import states, weights
 
-    q, k, v = map(addressable, (q, k, v))
-    mask, vectors = _bytes(mask, q), _wide(vectors, q)
-    (B, T, H, _), S = q.shape, k.shape[1]
+    q, keys, vectors = _readable(inputs)
+    (B, T, H, _), S = q.shape, keys[0].shape[1]
     y, kept = q.new_empty(B, T, H, call.M), empty_memory(call.way, q, call.M, call.features)
-    strides, o = strides_of(q, k, v), options(call, H, centred=call.normalized)
+    strides, o = strides_of(q, *keys[:2]), options(call, H, centred=call.normalized)
     with use_device_of(q):
         if call.way == WEIGHTS:
-            run(weights.weigh, B * H, (q, k, v, mask, vectors, y), (T, S), strides, o)
+            run(weights.weigh, B * H, (q, keys, vectors, y), (T, S), strides, o)
         elif call.way == ONE_LAUNCH:
-            run(states.attend, B * H, (q, k, v, mask, vectors, *kept, y), (T, S), strides, o)
+            run(states.attend, B * H, (q, keys, vectors, tuple(kept), y), (T, S), strides, o)
         else:
-            blocks = -(-o.D // o.block_D)
-            count, tokens = parts_of(B * H, blocks, S, o.C)
-            parts = _parts(count, kept)
-            sizes = (S, B * H, tokens, count)
-            run(states.write_keys, B * H * count * blocks, (k, v, mask, vectors, *parts), sizes, strides_of(k, v), o)
+            parts = _write_parts(states.write_keys, (keys, vectors), strides[2:], B, S, o)
             _join(parts, kept, o)
-            run(states.read, B * H * -(-T // o.C), (q, vectors, *kept, y), (T,), strides_of(q), o)
+            run(states.read, B * H * -(-T // o.C), (q, vectors, tuple(kept), y), (T,), strides[:2], o)
     return y, *kept
 
 
-def backward(
-    call: Call,
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    vectors: Tensor | None,
-    W: Tensor,
-    z: Tensor,
-    c: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(call: Call, dy: Tensor, inputs: Inputs, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v under dy (B, T, H, M) from what the forward pass kept."""
     from fastweights.ops.gpu.linear_attention import states, weights
 
-    q, k, v, dy = map(addressable, (q, k, v, dy))
-    mask, vectors = _bytes(mask, q), _wide(vectors, q)
+    (q, keys, vectors), dy = _readable(inputs), addressable(dy)
+    k, v, _ = keys
     (B, T, H, _), S = q.shape, k.shape[1]
     grads = dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    kept, o = Kept(W, z, c), options(call, H)
+    (W, z, c), o, strides = kept, options(call, H), strides_of(q, k, v, dy)
     with use_device_of(q):
         if call.way == WEIGHTS:
-            run(
-                weights.weigh_gradients, B * H, (q, k, v, mask, vectors, dy, *grads), (T, S), strides_of(q, k, v, dy), o
-            )
+            run(weights.weigh_gradients, B * H, (q, keys, vectors, dy, grads), (T, S), strides, o)
             return grads
-        scale, along = (z.new_empty((B, H, T) if call.normalized else (0,)) for _ in range(2))
+        scale, dy_y = (z.new_empty((B, H, T) if call.normalized else (0,)) for _ in range(2))
         dW, dz = torch.empty_like(W), torch.empty_like(z)
         if call.way == ONE_LAUNCH:
-            tensors = (q, k, v, mask, vectors, *kept, dy, *grads, scale, along, dW, dz)
-            run(states.attend_gradients, B * H, tensors, (T, S), strides_of(q, k, v, dy), o)
+            tensors = (q, keys, vectors, (W, z, c), dy, grads, scale, dy_y, dW, dz)
+            run(states.attend_gradients, B * H, tensors, (T, S), strides, o)
             return grads
-        of_queries, of_keys = strides_of(q, dy), strides_of(k, v)
-        run(states.query_gradients, B * H * -(-T // o.C), (q, dy, vectors, W, z, dq, scale, along), (T,), of_queries, o)
-        blocks = -(-o.D // o.block_D)
-        count, tokens = parts_of(B * H, blocks, T, o.C)
-        parts = _parts(count, kept)
-        sizes = (T, B * H, tokens, count)
-        run(
-            states.write_gradients, B * H * count * blocks, (q, dy, vectors, scale, along, *parts), sizes, of_queries, o
-        )
+        of_queries, of_keys = (*strides[:2], *strides[6:]), strides[2:6]
+        run(states.query_gradients, B * H * -(-T // o.C), (q, dy, vectors, W, z, dq, scale, dy_y), (T,), of_queries, o)
+        parts = _write_parts(states.write_gradients, (q, dy, vectors, scale, dy_y), of_queries, B, T, o)
         _join(parts, Kept(dW, dz, c), o)
-        run(states.key_gradients, B * H * -(-S // o.C), (k, v, mask, vectors, dW, dz, c, dk, dv), (S,), of_keys, o)
+        run(states.key_gradients, B * H * -(-S // o.C), (keys, vectors, dW, dz, c, dk, dv), (S,), of_keys, o)
     return grads
 
 
@@ -250,18 +228,11 @@ def write(call: Call, k: Tensor, v: Tensor, mask: Tensor | None, vectors: Tensor
     """Compute the state of keys and values, W (B, H, D, M) and z (B, H, D), at least float32; z empty if unasked."""
     from fastweights.ops.gpu.linear_attention import states
 
-    k, v = map(addressable, (k, v))
-    B, S, H, _ = k.shape
-    o = options(call, H)
-    blocks = -(-o.D // o.block_D)
-    count, tokens = parts_of(B * H, blocks, S, o.C)
-    wide = torch.promote_types(call.dtype, torch.float32)
-    W = k.new_empty(count, B, H, o.D, o.M, dtype=wide)
-    z = k.new_empty((count, B, H, o.D) if call.normalized else (count, 0), dtype=wide)
+    k, keys, vectors = _readable((k, k, v, mask, vectors))
     with use_device_of(k):
-        tensors, sizes = (k, v, _bytes(mask, k), _wide(vectors, k), W, z), (S, B * H, tokens, count)
-        run(states.write_keys, B * H * count * blocks, tensors, sizes, strides_of(k, v), o)
-    return (W[0], z[0]) if count == 1 else (W.sum(0), z.sum(0))
+        o = options(call, k.shape[2])
+        W, z = _write_parts(states.write_keys, (keys, vectors), strides_of(*keys[:2]), k.shape[0], k.shape[1], o)
+    return (W[0], z[0]) if len(W) == 1 else (W.sum(0), z.sum(0))
 
 
 def read(call: Call, q: Tensor, vectors: Tensor | None, W: Tensor, z: Tensor | None) -> Tensor:
@@ -279,28 +250,43 @@ def read(call: Call, q: Tensor, vectors: Tensor | None, W: Tensor, z: Tensor | N
     width = {"block_D": 32, "block_R": power_of_two(call.R) if call.features.map in WHOLE else 32}
     o = options(call, H, block_M=power_of_two(call.M), **width, **exact)
     with use_device_of(q):
-        run(states.read, B * H * -(-T // o.C), (q, _wide(vectors, q), W, z, z, y), (T,), strides_of(q), o)
+        run(states.read, B * H * -(-T // o.C), (q, _wide(vectors, q), (W, z, z), y), (T,), strides_of(q), o)
     return y
 
 
-def _parts(count: int, kept: Kept) -> tuple[Tensor, Tensor]:
-    """Return room for the parts of memories."""
-    wide = kept.z.dtype
-    return kept.W.new_empty((count, *kept.W.shape), dtype=wide), kept.z.new_empty((count, *kept.z.shape))
+def _first(tensors: tuple[Any, ...]) -> Tensor:
+    """Return the first tensor of those that a kernel takes, which are in tuples where they belong together."""
+    x: Tensor = tensors[0][0] if isinstance(tensors[0], tuple) else tensors[0]
+    return x
+
+
+def _write_parts(
+    kernel: Any, tensors: tuple[Any, ...], strides: tuple[int, ...], B: int, tokens: int, o: Any
+) -> tuple[Tensor, Tensor]:
+    """Launch a kernel that writes memories (parts, B, H, D, M) and (parts, B, H, D) of this many tokens."""
+    blocks = -(-o.D // o.block_D)
+    count, size = parts_of(B * o.H, blocks, tokens, o.C)
+    x = _first(tensors)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    W = x.new_empty((count, B, o.H, o.D, o.M), dtype=wide)
+    z = x.new_empty((count, B, o.H, o.D) if o.normalized else (count, 0), dtype=wide)
+    run(kernel, B * o.H * count * blocks, (*tensors, W, z), (tokens, B * o.H, size, count), strides, o)
+    return W, z
 
 
 def _join(parts: tuple[Tensor, Tensor], joined: Kept, o: Any) -> None:
     from fastweights.ops.gpu.linear_attention.states import join_parts
 
     count, heads = parts[0].shape[0], joined.z.shape[0] * joined.z.shape[1]
-    run(join_parts, heads * -(-o.D // o.block_D), (*parts, *joined), (heads, count), o)
+    run(join_parts, heads * -(-o.D // o.block_D), (*parts, tuple(joined)), (heads, count), o)
 
 
-def _bytes(mask: Tensor | None, q: Tensor) -> Tensor:
-    """Return the mask as kernels read it; where there is none, any tensor."""
-    return q if mask is None else mask.contiguous().view(torch.uint8)
+def _readable(inputs: Inputs) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Return q, (k, v, mask) and vectors as kernels read them; where there is no mask or are no vectors, any tensor."""
+    q, k, v, mask, vectors = inputs
+    q, k, v = map(addressable, (q, k, v))
+    return q, (k, v, q if mask is None else mask.contiguous().view(torch.uint8)), _wide(vectors, q)
 
 
 def _wide(vectors: Tensor | None, q: Tensor) -> Tensor:
-    """Return the vectors as kernels read them; where there are none, any tensor."""
     return q if vectors is None else vectors.to(torch.promote_types(q.dtype, torch.float32)).contiguous()

@@ -17,71 +17,64 @@ from fastweights.ops.gpu.linear_attention.self_check import unproven
 
 def eager_forward(tensors: Sequence[Any], settings: Sequence[Any]) -> tuple[Tensor, ...]:
     """Compute y and what is kept, from q, k, v, mask and vectors, features and whether weights are normalised."""
-    (q, k, v, mask, vectors), (features, normalized) = tensors, settings
-    return launch.forward(Call.of(q, k, v, mask, features.description, normalized), q, k, v, mask, vectors)
+    return launch.forward(_call(tensors, settings), tensors)
 
 
 def eager_backward(
     grads: Sequence[Any], tensors: Sequence[Any], settings: Sequence[Any], kept: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients of q, k and v; mask and vectors have none."""
-    (q, k, v, mask, vectors), (features, normalized) = tensors, settings
-    call = Call.of(q, k, v, mask, features.description, normalized)
-    return *launch.backward(call, grads[0], q, k, v, mask, vectors, *kept), None, None
+    return *launch.backward(_call(tensors, settings), grads[0], tensors, kept), None, None
 
 
-@torch.library.custom_op("fastweights::linear_attention", mutates_args=())
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    vectors: Tensor | None,
-    phi: str,
-    nu: int,
-    m: int,
-    inner: float,
-    normalized: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute y (B, T, H, M) and what its gradients need, with the map called `phi`."""
-    call = Call.of(q, k, v, mask, Features(phi, nu, m=m, inner=inner), normalized)
+def _call(tensors: Sequence[Any], settings: Sequence[Any]) -> Call:
+    (q, k, v, mask, _), (features, normalized) = tensors, settings
+    return Call.of(q, k, v, mask, features.description, normalized)
+
+
+# What both operators take: the inputs, and the map by its name.
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? vectors"
+_SETTINGS = "str phi, SymInt nu, SymInt m, float inner, bool normalized"
+
+
+def _settings(phi: str, nu: int, m: int, inner: float, normalized: bool) -> tuple[Features, bool]:
+    return Features(phi, nu, m=m, inner=inner), normalized
+
+
+@torch.library.custom_op(
+    "fastweights::linear_attention",
+    mutates_args=(),
+    schema=f"({_INPUTS}, {_SETTINGS}) -> (Tensor y, Tensor W, Tensor z, Tensor c)",
+)
+def attention(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute y (B, T, H, M) and what its gradients need."""
+    inputs, q = arguments[:5], arguments[0]
+    call = _call(inputs, _settings(*arguments[5:]))
     if reason := unproven(call, q.shape[2], q.device):
         raise RuntimeError(f"{reason}; compile again, with FASTWEIGHTS_SELF_CHECK=0 if you want them all the same")
-    y, W, z, c = launch.forward(call, q, k, v, mask, vectors)
-    return y, W, z, c
+    return launch.forward(call, inputs)
 
 
-@torch.library.custom_op("fastweights::linear_attention_backward", mutates_args=())
-def gradients(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    vectors: Tensor | None,
-    W: Tensor,
-    z: Tensor,
-    c: Tensor,
-    phi: str,
-    nu: int,
-    m: int,
-    inner: float,
-    normalized: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "fastweights::linear_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor dy, {_INPUTS}, Tensor W, Tensor z, Tensor c, {_SETTINGS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+)
+def gradients(dy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v."""
-    call = Call.of(q, k, v, mask, Features(phi, nu, m=m, inner=inner), normalized)
-    return launch.backward(call, dy, q, k, v, mask, vectors, W, z, c)
+    inputs, kept = arguments[:5], arguments[5:8]
+    return launch.backward(_call(inputs, _settings(*arguments[8:])), dy, inputs, kept)
 
 
 @attention.register_fake
-def _(q, k, v, mask, vectors, phi, nu, m, inner, normalized):  # type: ignore[no-untyped-def]
-    features, M = Features(phi, nu, m=m), v.shape[3]
+def _(q, k, v, mask, vectors, *settings):  # type: ignore[no-untyped-def]
+    features, M = _settings(*settings)[0], v.shape[3]
     y = q.new_empty((*q.shape[:3], M))
     return y, *launch.empty_memory(launch.way_of(q, k, v, features), q, M, features)
 
 
 @gradients.register_fake
-def _(dy, q, k, v, mask, vectors, W, z, c, *settings):  # type: ignore[no-untyped-def]
+def _(dy, q, k, v, *_):  # type: ignore[no-untyped-def]
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 

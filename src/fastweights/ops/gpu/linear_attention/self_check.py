@@ -142,8 +142,8 @@ def compare(
         W, z = launch.write(writes, k, v, mask, vectors)
         y = launch.read(call._replace(C=launch.QUERIES), q, vectors, W, z if call.normalized else None)
         return relative_errors(("y",), (y,), (want,))
-    y, *kept = launch.forward(call, q, k, v, mask, vectors)
-    found = launch.backward(call, dy, q, k, v, mask, vectors, *kept)
+    y, *kept = launch.forward(call, (q, k, v, mask, vectors))
+    found = launch.backward(call, dy, (q, k, v, mask, vectors), kept)
     return relative_errors(("y", "q", "k", "v"), (y, *found), (want, *torch.autograd.grad(want, exact, dy.double())))
 
 

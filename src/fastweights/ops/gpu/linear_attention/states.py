@@ -9,7 +9,7 @@ sums of parts.
 import triton
 import triton.language as tl
 
-from fastweights.ops.gpu.linear_attention.heads import of_head
+from fastweights.ops.gpu.linear_attention.heads import keys_of_head, of_head, tile_of_program
 from fastweights.ops.gpu.linear_attention.memories import (
     common,
     key_tile,
@@ -25,13 +25,9 @@ from fastweights.ops.gpu.memory.kernels.tiles import load_rows
 @triton.jit(do_not_specialize=["T", "S"])
 def attend(
     q,  # (B, T, H, R)
-    k,  # (B, S, H, R)
-    v,  # (B, S, H, M)
-    mask,  # (B, S), read with `masked`
+    keys,  # k (B, S, H, R), v (B, S, H, M), and a mask (B, S), read with `masked`
     vectors,  # (m, R), of FAVOR+
-    W,  # (B, H, D, M)
-    z,  # (B, H, D)
-    c,  # (B, H, M)
+    kept,  # W (B, H, D, M), z (B, H, D) and c (B, H, M)
     y,  # (B, T, H, M)
     T,
     S,
@@ -42,13 +38,14 @@ def attend(
 
     W, z = phi(k).T @ v, phi(k).sum(0)
     c = common(W, z)                                               # from the first block of features
-    y = phi(q) @ (W - outer(z, c)) / (phi(q) @ z) + c              # `normalized`; else phi(q) @ W
+    W = W - outer(z, c)
+    y = phi(q) @ W / (phi(q) @ z) + c                              # `normalized`; else phi(q) @ W, without z and c
     """
-    q_token, q_head, k_token, k_head, v_token, v_head = strides
+    W, z, c = kept
+    q_token, q_head = strides[:2]
     head = tl.program_id(0).to(tl.int64)
     q = of_head(q, head, T, q_token, q_head, o)
-    k = of_head(k, head, S, k_token, k_head, o)
-    v = of_head(v, head, S, v_token, v_head, o)
+    k, v, k_token, v_token, mask = keys_of_head(keys, head, S, strides[2:], o)
     y = of_head(y, head, T, o.H * o.M, o.M, o)
     W += head * o.D * o.M
     z += head * o.D
@@ -73,19 +70,13 @@ def attend(
 @triton.jit(do_not_specialize=["T", "S"])
 def attend_gradients(
     q,  # (B, T, H, R)
-    k,  # (B, S, H, R)
-    v,  # (B, S, H, M)
-    mask,  # (B, S), read with `masked`
+    keys,  # k (B, S, H, R), v (B, S, H, M), and a mask (B, S), read with `masked`
     vectors,  # (m, R), of FAVOR+
-    W,  # (B, H, D, M), what `attend` wrote
-    z,  # (B, H, D)
-    c,  # (B, H, M)
+    kept,  # W (B, H, D, M), z (B, H, D) and c (B, H, M), written by `attend`
     dy,  # (B, T, H, M)
-    dq,  # (B, T, H, R)
-    dk,  # (B, S, H, R)
-    dv,  # (B, S, H, M)
+    gradients,  # dq (B, T, H, R), dk (B, S, H, R) and dv (B, S, H, M)
     scale,  # (B, H, T)
-    along,  # (B, H, T)
+    dy_y,  # (B, H, T)
     dW,  # (B, H, D, M)
     dz,  # (B, H, D)
     T,
@@ -93,13 +84,20 @@ def attend_gradients(
     strides,  # token and head strides of q, k, v and dy
     o: tl.constexpr,
 ):
-    """Compute the gradients of one head: `query_tile`, then `memory_of_gradients`, then `key_tile`."""
-    q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head = strides
+    """Compute the gradients of one head.
+
+    dq, scale, dy_y = `query_tile` of all queries
+    dW, dz = `memory_of_gradients` of all queries
+    dk, dv = `key_tile` of all keys
+    """
+    W, z, c = kept
+    dq, dk, dv = gradients
+    q_token, q_head = strides[:2]
+    dy_token, dy_head = strides[6:]
     head = tl.program_id(0).to(tl.int64)
     q = of_head(q, head, T, q_token, q_head, o)
-    k = of_head(k, head, S, k_token, k_head, o)
-    v = of_head(v, head, S, v_token, v_head, o)
-    dy = of_head(dy, head, T, g_token, g_head, o)
+    k, v, k_token, v_token, mask = keys_of_head(keys, head, S, strides[2:6], o)
+    dy = of_head(dy, head, T, dy_token, dy_head, o)
     dq = of_head(dq, head, T, o.H * o.R, o.R, o)
     dk = of_head(dk, head, S, o.H * o.R, o.R, o)
     dv = of_head(dv, head, S, o.H * o.M, o.M, o)
@@ -109,14 +107,14 @@ def attend_gradients(
     dz += head * o.D
     c += head * o.M
     scale += head * T
-    along += head * T
+    dy_y += head * T
     for start in range(0, T, o.C):
         at = tl.cast(start, tl.int64)
-        x, g, dx = q + at * q_token, dy + at * g_token, dq + at * (o.H * o.R)
-        query_tile(x, g, W, z, vectors, dx, scale + start, along + start, T - start, q_token, g_token, o)
+        x, g, dx = q + at * q_token, dy + at * dy_token, dq + at * (o.H * o.R)
+        query_tile(x, g, W, z, vectors, dx, scale + start, dy_y + start, T - start, q_token, dy_token, o)
     tl.debug_barrier()
     for first in range(0, o.D, o.block_D):
-        part, sums = memory_of_gradients(q, dy, scale, along, vectors, first, 0, T, q_token, g_token, o)
+        part, sums = memory_of_gradients(q, dy, scale, dy_y, vectors, first, 0, T, q_token, dy_token, o)
         store_memory(dW, dz, part, sums, first, o)
     tl.debug_barrier()
     for start in range(0, S, o.C):
@@ -126,94 +124,72 @@ def attend_gradients(
         key_tile(x, values, mask, vectors, head, dW, dz, c, dx, d_values, start, S, k_token, v_token, o)
 
 
-@triton.jit(do_not_specialize=["S", "heads", "tokens", "parts"])
+@triton.jit
+def which_part(parts, o: tl.constexpr):
+    """Return the head, the part and the first feature of a program that writes."""
+    program = tl.program_id(0)
+    BLOCKS: tl.constexpr = (o.D + o.block_D - 1) // o.block_D
+    return (program // (parts * BLOCKS)).to(tl.int64), program // BLOCKS % parts, program % BLOCKS * o.block_D
+
+
+@triton.jit(do_not_specialize=["S", "heads", "size", "parts"])
 def write_keys(
-    k,  # (B, S, H, R)
-    v,  # (B, S, H, M)
-    mask,  # (B, S), read with `masked`
+    keys,  # k (B, S, H, R), v (B, S, H, M), and a mask (B, S), read with `masked`
     vectors,  # (m, R), of FAVOR+
     W,  # (parts, B, H, D, M)
     z,  # (parts, B, H, D)
     S,
     heads,  # B H
-    tokens,  # of a part
+    size,  # tokens of a part
     parts,
     strides,  # token and head strides of k and v
     o: tl.constexpr,
 ):
-    """Write some keys of one head into a memory of their own, `block_D` features of it.
-
-    W, z = phi(k).T @ v, phi(k).sum(0)
-    """
-    k_token, k_head, v_token, v_head = strides
+    """Write some keys of one head into a memory of their own, `block_D` features of it: `memory_of_keys`."""
     head, part, first = which_part(parts, o)
-    k = of_head(k, head, S, k_token, k_head, o)
-    v = of_head(v, head, S, v_token, v_head, o)
-    begin = part * tokens
-    W_part, z_part = memory_of_keys(
-        k, v, mask, vectors, head, first, begin, tl.minimum(begin + tokens, S), S, k_token, v_token, o
-    )
+    k, v, k_token, v_token, mask = keys_of_head(keys, head, S, strides, o)
+    begin = part * size
+    end = tl.minimum(begin + size, S)
+    W_part, z_part = memory_of_keys(k, v, mask, vectors, head, first, begin, end, S, k_token, v_token, o)
     at = part * heads + head
     store_memory(W + at * o.D * o.M, z + at * o.D, W_part, z_part, first, o)
 
 
-@triton.jit(do_not_specialize=["T", "heads", "tokens", "parts"])
+@triton.jit(do_not_specialize=["T", "heads", "size", "parts"])
 def write_gradients(
     q,  # (B, T, H, R)
     dy,  # (B, T, H, M)
     vectors,  # (m, R), of FAVOR+
     scale,  # (B, H, T)
-    along,  # (B, H, T)
+    dy_y,  # (B, H, T)
     dW,  # (parts, B, H, D, M)
     dz,  # (parts, B, H, D)
     T,
     heads,  # B H
-    tokens,  # of a part
+    size,  # tokens of a part
     parts,
     strides,  # token and head strides of q and dy
     o: tl.constexpr,
 ):
-    """Write some queries of one head and their gradients into a memory of their own, `block_D` features of it.
-
-    dW, dz = (phi(q) * scale).T @ dy, -(phi(q) * scale).T @ along
-    """
-    q_token, q_head, g_token, g_head = strides
+    """Write some queries of one head and their gradients into a memory of their own: `memory_of_gradients`."""
+    q_token, q_head, dy_token, dy_head = strides
     head, part, first = which_part(parts, o)
     q = of_head(q, head, T, q_token, q_head, o)
-    dy = of_head(dy, head, T, g_token, g_head, o)
-    begin = part * tokens
-    W_part, z_part = memory_of_gradients(
-        q,
-        dy,
-        scale + head * T,
-        along + head * T,
-        vectors,
-        first,
-        begin,
-        tl.minimum(begin + tokens, T),
-        q_token,
-        g_token,
-        o,
-    )
+    dy = of_head(dy, head, T, dy_token, dy_head, o)
+    begin = part * size
+    scale += head * T
+    dy_y += head * T
+    end = tl.minimum(begin + size, T)
+    W_part, z_part = memory_of_gradients(q, dy, scale, dy_y, vectors, first, begin, end, q_token, dy_token, o)
     at = part * heads + head
     store_memory(dW + at * o.D * o.M, dz + at * o.D, W_part, z_part, first, o)
-
-
-@triton.jit
-def which_part(parts, o: tl.constexpr):
-    """The head, the part and the first feature of a program that writes."""
-    program = tl.program_id(0)
-    BLOCKS: tl.constexpr = (o.D + o.block_D - 1) // o.block_D
-    return (program // (parts * BLOCKS)).to(tl.int64), program // BLOCKS % parts, program % BLOCKS * o.block_D
 
 
 @triton.jit(do_not_specialize=["heads", "parts"])
 def join_parts(
     W_parts,  # (parts, B, H, D, M)
     z_parts,  # (parts, B, H, D)
-    W,  # (B, H, D, M)
-    z,  # (B, H, D)
-    c,  # (B, H, M), with `centred`
+    joined,  # W (B, H, D, M), z (B, H, D), and c (B, H, M), which is written with `centred`
     heads,  # B H
     parts,
     o: tl.constexpr,
@@ -224,6 +200,7 @@ def join_parts(
     c = common(W, z)                                               # with `centred`; from the first block of features
     W = W - outer(z, c)
     """
+    W, z, c = joined
     BLOCKS: tl.constexpr = (o.D + o.block_D - 1) // o.block_D
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
     first = tl.program_id(0) % BLOCKS * o.block_D
@@ -259,22 +236,16 @@ def sum_of_parts(W_parts, z_parts, head, first, heads, parts, o: tl.constexpr):
 def read(
     q,  # (B, T, H, R)
     vectors,  # (m, R), of FAVOR+
-    W,  # (B, H, D, M)
-    z,  # (B, H, D)
-    c,  # (B, H, M), with `centred`
+    kept,  # W (B, H, D, M), z (B, H, D), and c (B, H, M), read with `centred`
     y,  # (B, T, H, M)
     T,
     strides,  # token and head strides of q
     o: tl.constexpr,
 ):
-    """Read the memory of one head with C queries.
-
-    y = phi(q) @ W / (phi(q) @ z) + c                              # `normalized`; else phi(q) @ W
-    """
+    """Read the memory of one head with C queries: `read_tile`."""
+    W, z, c = kept
     q_token, q_head = strides
-    tiles = tl.cdiv(T, o.C)
-    head = (tl.program_id(0) // tiles).to(tl.int64)
-    start = tl.program_id(0) % tiles * o.C
+    head, start = tile_of_program(T, o)
     at = start.to(tl.int64)
     q = of_head(q, head, T, q_token, q_head, o) + at * q_token
     y = of_head(y, head, T, o.H * o.M, o.M, o) + at * (o.H * o.M)
@@ -290,30 +261,26 @@ def query_gradients(
     z,  # (B, H, D)
     dq,  # (B, T, H, R)
     scale,  # (B, H, T)
-    along,  # (B, H, T)
+    dy_y,  # (B, H, T)
     T,
     strides,  # token and head strides of q and dy
     o: tl.constexpr,
 ):
     """Compute `query_tile` of C queries of one head."""
-    q_token, q_head, g_token, g_head = strides
-    tiles = tl.cdiv(T, o.C)
-    head = (tl.program_id(0) // tiles).to(tl.int64)
-    start = tl.program_id(0) % tiles * o.C
+    q_token, q_head, dy_token, dy_head = strides
+    head, start = tile_of_program(T, o)
     at = start.to(tl.int64)
     q = of_head(q, head, T, q_token, q_head, o) + at * q_token
-    dy = of_head(dy, head, T, g_token, g_head, o) + at * g_token
+    dy = of_head(dy, head, T, dy_token, dy_head, o) + at * dy_token
     dq = of_head(dq, head, T, o.H * o.R, o.R, o) + at * (o.H * o.R)
     scale += head * T + start
-    along += head * T + start
-    query_tile(q, dy, W + head * o.D * o.M, z + head * o.D, vectors, dq, scale, along, T - start, q_token, g_token, o)
+    dy_y += head * T + start
+    query_tile(q, dy, W + head * o.D * o.M, z + head * o.D, vectors, dq, scale, dy_y, T - start, q_token, dy_token, o)
 
 
 @triton.jit(do_not_specialize=["S"])
 def key_gradients(
-    k,  # (B, S, H, R)
-    v,  # (B, S, H, M)
-    mask,  # (B, S), read with `masked`
+    keys,  # k (B, S, H, R), v (B, S, H, M), and a mask (B, S), read with `masked`
     vectors,  # (m, R), of FAVOR+
     dW,  # (B, H, D, M)
     dz,  # (B, H, D)
@@ -325,14 +292,13 @@ def key_gradients(
     o: tl.constexpr,
 ):
     """Compute `key_tile` of C keys of one head."""
+    k, v, mask = keys
     k_token, k_head, v_token, v_head = strides
-    tiles = tl.cdiv(S, o.C)
-    head = (tl.program_id(0) // tiles).to(tl.int64)
-    start = tl.program_id(0) % tiles * o.C
+    head, start = tile_of_program(S, o)
     at = start.to(tl.int64)
     k = of_head(k, head, S, k_token, k_head, o) + at * k_token
     v = of_head(v, head, S, v_token, v_head, o) + at * v_token
     dk = of_head(dk, head, S, o.H * o.R, o.R, o) + at * (o.H * o.R)
     dv = of_head(dv, head, S, o.H * o.M, o.M, o) + at * (o.H * o.M)
-    W = dW + head * o.D * o.M
-    key_tile(k, v, mask, vectors, head, W, dz + head * o.D, c + head * o.M, dk, dv, start, S, k_token, v_token, o)
+    dW += head * o.D * o.M
+    key_tile(k, v, mask, vectors, head, dW, dz + head * o.D, c + head * o.M, dk, dv, start, S, k_token, v_token, o)

@@ -11,24 +11,23 @@ import triton.language as tl
 from fastweights.ops.gpu.linear_attention.heads import (
     add_gradient,
     features,
+    keys_of_head,
     level_of_keys,
     level_of_queries,
     load_entries,
     load_features,
     of_head,
     present,
-    reciprocal,
     write_gradient,
 )
+from fastweights.ops.gpu.memory.kernels.maps import quotient
 from fastweights.ops.gpu.memory.kernels.tiles import dot, load_rows, load_transposed, store_rows
 
 
 @triton.jit(do_not_specialize=["T", "S"])
 def weigh(
     q,  # (B, T, H, R)
-    k,  # (B, S, H, R)
-    v,  # (B, S, H, M)
-    mask,  # (B, S), read with `masked`
+    keys,  # k (B, S, H, R), v (B, S, H, M), and a mask (B, S), read with `masked`
     vectors,  # (m, R), of FAVOR+
     y,  # (B, T, H, M)
     T,
@@ -41,11 +40,10 @@ def weigh(
     weights = phi(q) @ phi(k).T
     y = weights / weights.sum(1, keepdim=True) @ v                 # `normalized`; else weights @ v
     """
-    q_token, q_head, k_token, k_head, v_token, v_head = strides
+    q_token, q_head = strides[:2]
     head = tl.program_id(0).to(tl.int64)
     q = of_head(q, head, T, q_token, q_head, o)
-    k = of_head(k, head, S, k_token, k_head, o)
-    v = of_head(v, head, S, v_token, v_head, o)
+    k, v, k_token, v_token, mask = keys_of_head(keys, head, S, strides[2:], o)
     t = tl.arange(0, o.C)
     s = present(mask, head, 0, S, S, o)
     m = tl.arange(0, o.block_M)
@@ -60,21 +58,17 @@ def weigh(
     found = dot(weights, load_rows(v, s, S, m, v_token, o.M), o)
     if o.normalized:
         # What is divided by has the same roundings.
-        found *= reciprocal(tl.sum(weights.to(o.acc), 1), o)[:, None]
+        found *= quotient(1.0, tl.sum(weights.to(o.acc), 1), o)[:, None]
     store_rows(of_head(y, head, T, o.H * o.M, o.M, o), found, t, T, m, o.H * o.M, o.M)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
 def weigh_gradients(
     q,  # (B, T, H, R)
-    k,  # (B, S, H, R)
-    v,  # (B, S, H, M)
-    mask,  # (B, S), read with `masked`
+    keys,  # k (B, S, H, R), v (B, S, H, M), and a mask (B, S), read with `masked`
     vectors,  # (m, R), of FAVOR+
     dy,  # (B, T, H, M)
-    dq,  # (B, T, H, R)
-    dk,  # (B, S, H, R)
-    dv,  # (B, S, H, M)
+    gradients,  # dq (B, T, H, R), dk (B, S, H, R) and dv (B, S, H, M)
     T,
     S,
     strides,  # token and head strides of q, k, v and dy
@@ -91,12 +85,13 @@ def weigh_gradients(
 
     Without normalisation `share` is `weights` and `d_weights` is `scores`.
     """
-    q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head = strides
+    dq, dk, dv = gradients
+    q_token, q_head = strides[:2]
+    dy_token, dy_head = strides[6:]
     head = tl.program_id(0).to(tl.int64)
     q = of_head(q, head, T, q_token, q_head, o)
-    k = of_head(k, head, S, k_token, k_head, o)
-    v = of_head(v, head, S, v_token, v_head, o)
-    dy = of_head(dy, head, T, g_token, g_head, o)
+    k, v, k_token, v_token, mask = keys_of_head(keys, head, S, strides[2:6], o)
+    dy = of_head(dy, head, T, dy_token, dy_head, o)
     dq = of_head(dq, head, T, o.H * o.R, o.R, o)
     dk = of_head(dk, head, S, o.H * o.R, o.R, o)
     dv = of_head(dv, head, S, o.H * o.M, o.M, o)
@@ -114,16 +109,16 @@ def weigh_gradients(
         phi_q = load_features(q, t, T, first, q_token, vectors, level_q, 0, o)
         phi_k = load_features(k, s, S, first, k_token, vectors, level_k, 1, o)
         weights_t += dot(phi_k, phi_q, o)
-    g = load_rows(dy, t, T, m, g_token, o.M)
+    g = load_rows(dy, t, T, m, dy_token, o.M)
     scores = dot(g, load_transposed(v, s, S, m, v_token, o.M, o.both_ways), o)
     values = load_rows(v, s, S, m, v_token, o.M)
-    scores_t = dot(values, load_transposed(dy, t, T, m, g_token, o.M, o.both_ways), o)
+    scores_t = dot(values, load_transposed(dy, t, T, m, dy_token, o.M, o.both_ways), o)
     if o.normalized:
         weights = weights.to(o.operand).to(o.acc)
         weights_t = weights_t.to(o.operand).to(o.acc)
-        scale = reciprocal(tl.sum(weights, 1), o)
+        scale = quotient(1.0, tl.sum(weights, 1), o)
         scores = (scores - (tl.sum(weights * scores, 1) * scale)[:, None]) * scale[:, None]
-        scale_t = reciprocal(tl.sum(weights_t, 0), o)
+        scale_t = quotient(1.0, tl.sum(weights_t, 0), o)
         scores_t = (scores_t - (tl.sum(weights_t * scores_t, 0) * scale_t)[None, :]) * scale_t[None, :]
         weights_t *= scale_t[None, :]
     store_rows(dv, dot(weights_t, g, o), t, S, m, o.H * o.M, o.M)

@@ -140,6 +140,11 @@ def side_by_side(compile_all: Callable[[], Iterable[Any]]) -> None:
             waiting.submit(launcher, kernel)
 
 
+def dtypes_of(tensors: Tensors) -> Dtypes:
+    """Return the dtypes of tensors, in the same tuples."""
+    return tuple([tuple(map(dtype_of, x)) if isinstance(x, tuple) else dtype_of(x) for x in tensors])
+
+
 def dtype_of(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
 

@@ -45,9 +45,9 @@ def selection(SECOND: tl.constexpr, AXIS: tl.constexpr, o: tl.constexpr, first=0
 
 
 @triton.jit
-def load_raw(x, rows, left, stride, AXIS: tl.constexpr, o: tl.constexpr):
-    """Raw keys or queries, (C, R) or (R, C)."""
-    columns = tl.arange(0, o.block_R)
+def load_raw(x, rows, left, stride, AXIS: tl.constexpr, o: tl.constexpr, first=0):
+    """Entries of raw keys or queries from the one numbered `first` on, (C, R) or (R, C)."""
+    columns = first + tl.arange(0, o.block_R)
     if AXIS == 0:
         raw = load_transposed(x, rows, left, columns, stride, o.R, o.both_ways)
     else:
@@ -185,7 +185,7 @@ def vector_features(x, j, o: tl.constexpr):
 
 @triton.jit
 def quotient(x, by, o: tl.constexpr):
-    """x / by for a number `by`, and 0 where that is next to 0, as `normalization.safe_divide` has it."""
+    """x / by, and 0 where `by` is next to 0, as `normalization.safe_divide` has it."""
     tiny: tl.constexpr = 1.4916681462400413e-154 if tl.float64 == o.acc else 1.0842021724855044e-19
     empty = tl.abs(by) < tiny
     return tl.where(empty, 0.0, x / tl.where(empty, 1.0, by))

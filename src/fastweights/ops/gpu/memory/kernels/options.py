@@ -10,8 +10,8 @@ from fastweights.ops.features import Features
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Compile-time options of a kernel, `o` in the code. Those that a kernel does not know keep their defaults."""
+class TileOptions:
+    """What tiles of heads, their maps and their products are compiled for, `o` in the code."""
 
     H: int
     """Heads."""
@@ -22,13 +22,37 @@ class Options:
     M: int = 0
     """Features of values."""
     C: int = 0
-    """Tokens in a chunk; in walks, those that are taken at once."""
-    steps: int = 1
-    """Steps of C tokens in which a walk takes a chunk, before which it keeps the state."""
+    """Tokens of a tile. In the memory those of a chunk; in its walks, those that are taken at once."""
     block_R: int = 0
-    """Entries of a tile: R, D and M padded to powers of two, or the part of D or M that a program takes at a time."""
+    """Entries of a tile: R, D and M padded to powers of two, or the part that a program takes at a time."""
     block_D: int = 0
     block_M: int = 0
+
+    map: str = "none"
+    """phi, by the name of its fused form in maps.py."""
+    sum: bool = False
+    """phi is divided by its sum."""
+    gather: bool = False
+    """DPFP: load the factors of each feature one by one, instead of selecting them by products."""
+    normalized: bool = False
+    """Divide what is read by the sum of the weights (attention normalisation)."""
+    both_ways: bool = False
+    """Load tiles that are needed in both orientations twice; see `variants.ChunkedWalk`."""
+
+    operand: tl.dtype = tl.float32
+    """What products take and what is kept for the backward pass."""
+    acc: tl.dtype = tl.float32
+    """States and sums."""
+    precision: str = "ieee"
+    """How products are formed: "ieee" (also for 16-bit operands), "tf32" or "tf32x3"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TileOptions):
+    """What a kernel of the memory is compiled for. Options that it does not know keep their defaults."""
+
+    steps: int = 1
+    """Steps of C tokens in which a walk takes a chunk, before which it keeps the state."""
     unit: int = 1
     """Strides of q, k, v and dy come in units of this many entries: the compiler can then load that many at once."""
 
@@ -44,13 +68,6 @@ class Options:
     """e is also w (the delta rule): one gate to read, and one gradient."""
     logits: bool = False
     """Coefficients come as logits: the kernels take their sigmoids."""
-
-    map: str = "none"
-    """phi, by the name of its fused form in maps.py."""
-    sum: bool = False
-    """phi is divided by its sum."""
-    gather: bool = False
-    """DPFP: load the factors of each feature one by one, instead of selecting them by products."""
 
     packed: bool = False
     """Sequences follow each other in one row, with bounds in cu_seqlens."""
@@ -72,12 +89,8 @@ class Options:
     """The walk back leaves nothing but the gradient of the first state."""
     separate: bool = False
     """dR has memory of its own; else it stands where dv will."""
-    normalized: bool = False
-    """One token: divide by the accumulator z (attention normalisation)."""
-
-    both_ways: bool = False
-    """Load tiles that are needed in both orientations twice; see `variants.ChunkedWalk`, also for the next."""
     prefetch: bool = False
+    """Load chunks ahead where the compiler would not; see `variants.ChunkedWalk`."""
     chunks_per_program: int = 1
     """Chunks that a program of `chunk_gradients` takes."""
     lanes: int = 0
@@ -87,14 +100,8 @@ class Options:
     stages: int = 0
     """Recurrent walks: tiles of tokens in flight."""
 
-    operand: tl.dtype = tl.float32
-    """What products take and what is kept for the backward pass."""
-    acc: tl.dtype = tl.float32
-    """States and sums."""
-    precision: str = "ieee"
-    """How products are formed: "ieee" (also for 16-bit operands), "tf32" or "tf32x3"."""
     solve: str = "ieee"
-    """How those of the triangular inverse are; "16-bit" stands for float16 operands."""
+    """How products in the triangular inverse are formed; "16-bit" stands for float16 operands."""
 
 
 TYPES = {
