@@ -76,7 +76,7 @@ def heads(T, S, R=4, M=3, B=2, H=2, dtype=torch.float64):
 def test_is_what_plain_pytorch_computes(T, S, normalization):
     q, k, v, mask = heads(T, S)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    assert refuses(q, k, v, mask, ELU, True) is None
+    assert refuses((q, k, v, mask, None), ELU, True) is None
     y = fw.linear_attention(*inputs, mask, normalization=normalization, features=ELU)
     want = weighted(*inputs, mask, ELU, normalization is not None)
     torch.testing.assert_close(y, want)
@@ -154,6 +154,16 @@ def test_a_state_is_written_once_and_read_by_beams(monkeypatch, normalization):
 
 
 @inside
+def test_what_does_not_fit_reads_no_foreign_memory():
+    """A mask for one of two sequences stands for both; vectors for heads of another size are an error."""
+    q, k, v, mask = heads(2, 3, dtype=torch.float32)
+    state, both = (write_memory(k, v, m, features=ELU) for m in (mask[1:], mask[1:].expand(2, 3)))
+    torch.testing.assert_close(state.W, both.W)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        fw.linear_attention(q, k, v, features=MapFeatures(feature_map("favor", 3)))
+
+
+@inside
 @pytest.mark.parametrize("phi", ["elu", "favor", "tanh"])
 def test_the_layer_takes_them(phi):
     """A map that kernels do not know is computed before them."""
@@ -180,12 +190,14 @@ def test_refusals(monkeypatch):
     monkeypatch.setattr(device, "unavailable", lambda: None)
     monkeypatch.setattr(device, "interpreted", lambda: True)
     q, v = torch.zeros(1, 2, 1, 64), torch.zeros(1, 2, 1, 129)
-    assert "got D = 640 and M = 64" in refuses(q, q, q, None, Features.named("dpfp", 5), True)
-    assert "got D = 64 and M = 129" in refuses(q, q, v, None, ELU, True)
-    assert "takes float32 and float64 on the CPU, not torch.float16" in refuses(
-        q.half(), q.half(), q.half(), None, ELU, True
-    )
-    assert "nothing to compute" in refuses(q[:, :0], q, q, None, ELU, True)
+    assert "got D = 640 and M = 64" in refuses((q, q, q, None, None), Features.named("dpfp", 5), True)
+    assert "got D = 64 and M = 129" in refuses((q, q, v, None, None), ELU, True)
+    half = (q.half(), q.half(), q.half(), None, None)
+    assert "takes float32 and float64 on the CPU, not torch.float16" in refuses(half, ELU, True)
+    assert "nothing to compute" in refuses((q[:, :0], q, q, None, None), ELU, True)
+    elsewhere = torch.ones(1, 2, dtype=torch.bool, device="meta")
+    assert "another tensor on meta" in refuses((q, q, q, elsewhere, None), ELU, True)
+    assert "not for heads of 64" in refuses((q, q, q, None, torch.ones(9, 63)), FAVOR, True)
     assert "do not know this feature map" in why_unfused(Features("other"), 64, True)
     assert "do not know this feature map" in why_unfused(Features.named("elu", sum=True), 64, True)
     assert "heads of up to 128 by dpfp, not of 129" in why_unfused(DPFP1, 129, True)

@@ -69,8 +69,8 @@ def linear_attention(
 
 
 def _refuses(tensors: Sequence[Any], settings: Sequence[Any]) -> str | None:
-    (q, k, v, mask, _), (features, normalized) = tensors, settings
-    return refuses(q, k, v, mask, features.description, normalized)
+    features, normalized = settings
+    return refuses(tensors, features.description, normalized)
 
 
 def _vectors(features: Features | MapFeatures) -> Tensor | None:
@@ -189,9 +189,9 @@ def write_memory(
         if why_unfused(features.description, k.shape[3], normalized) is not None:
             k, features = _keys(k, mask, features), PLAIN
         if is_eager(k, v, mask) and not wants_gradients(k, v):
-            phi, M = features.description, v.shape[3]
-            if refuses_writing(k, v, mask, phi, normalized) is None:
-                W, z = launch.write(launch.Call.of_state(k, M, mask, phi, normalized), k, v, mask, _vectors(features))
+            phi, vectors, M = features.description, _vectors(features), v.shape[3]
+            if refuses_writing(k, v, mask, vectors, phi, normalized) is None:
+                W, z = launch.write(launch.Call.of_state(k, M, mask, phi, normalized), k, v, mask, vectors)
                 return FastWeightState(W, z if normalized else None)
         k = _keys(k, mask, features)
         if mask is not None:
@@ -209,10 +209,10 @@ def read_memory(q: Tensor, state: FastWeightState, *, features: Features | MapFe
         if why_unfused(features.description, q.shape[3], normalized) is not None:
             q, features = _queries(q, features, normalized), PLAIN
         if is_eager(q, W, z) and not wants_gradients(q, W, z):
-            phi = features.description
-            if refuses_reading(q, W, z, phi) is None:
+            phi, vectors = features.description, _vectors(features)
+            if refuses_reading(q, W, z, vectors, phi) is None:
                 call = launch.Call.of_state(q, W.shape[3], None, phi, normalized, reads=True)
-                return launch.read(call, q, _vectors(features), W, z)
+                return launch.read(call, q, vectors, W, z)
         Q = _queries(q, features, normalized).to(W.dtype).transpose(1, 2)
         y = Q @ W
         if z is not None:

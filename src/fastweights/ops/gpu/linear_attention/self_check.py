@@ -11,7 +11,7 @@ from torch import Tensor
 from fastweights.ops.features import PLAIN, Features, MapFeatures, RandomFeatures
 from fastweights.ops.gpu import device
 from fastweights.ops.gpu.linear_attention import launch
-from fastweights.ops.gpu.linear_attention.launch import Call
+from fastweights.ops.gpu.linear_attention.launch import Call, Inputs
 from fastweights.ops.gpu.self_check import Check, relative_errors
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -32,15 +32,12 @@ def why_unfused(features: Features, R: int, normalized: bool) -> str | None:
     return None
 
 
-def refuses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, features: Features, normalized: bool) -> str | None:
-    """Say why the kernels are not for this call, None if they are."""
-    if reason := device.refuses(q, DTYPES, (torch.float32, torch.float64)) or _too_large(
-        k, v.shape[3], features, normalized
-    ):
+def refuses(inputs: Inputs, features: Features, normalized: bool) -> str | None:
+    """Say why the kernels are not for a call with these q, k, v, mask and vectors; None if they are."""
+    q, k, v, mask, vectors = inputs
+    if reason := _refuses(q, (k, v, mask), vectors, v.shape[3], features, normalized):
         return reason
     (B, T, H, _), S = q.shape, k.shape[1]
-    if 0 in (B, T, H, S, v.shape[3]):
-        return "there is nothing to compute"
     if B * H * max(T, S) >= 2**31:
         return f"{B * H} heads of {max(T, S)} tokens are more than can be numbered"
     if torch.compiler.is_compiling():
@@ -49,48 +46,64 @@ def refuses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, features: Feat
     return unproven(Call.of(q, k, v, mask, features, normalized), H, q.device)
 
 
-def refuses_writing(k: Tensor, v: Tensor, mask: Tensor | None, features: Features, normalized: bool) -> str | None:
+def refuses_writing(
+    k: Tensor, v: Tensor, mask: Tensor | None, vectors: Tensor | None, features: Features, normalized: bool
+) -> str | None:
     """Say why the kernels are not for writing a state with these keys and values."""
-    M = v.shape[3]
-    if reason := device.refuses(k, DTYPES, (torch.float32, torch.float64)) or _too_large(k, M, features, normalized):
+    if reason := _refuses(k, (v, mask), vectors, v.shape[3], features, normalized):
         return reason
-    if 0 in (*k.shape, M):
-        return "there is nothing to compute"
-    if k.dtype != v.dtype or k.shape[:3] != v.shape[:3] or k.device != v.device:
+    if k.dtype != v.dtype or k.shape[:3] != v.shape[:3]:
         return "keys and values do not go together"
-    return unproven(Call.of_state(k, M, mask, features, normalized), k.shape[2], k.device)
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != k.shape[:2]):
+        return "the mask is not bool of shape (B, S)"
+    return unproven(Call.of_state(k, v.shape[3], mask, features, normalized), k.shape[2], k.device)
 
 
-def refuses_reading(q: Tensor, W: Tensor, z: Tensor | None, features: Features) -> str | None:
+def refuses_reading(q: Tensor, W: Tensor, z: Tensor | None, vectors: Tensor | None, features: Features) -> str | None:
     """Say why the kernels are not for reading a state W (B, H, D, M), z (B, H, D) with these queries."""
-    B, _, H, R = q.shape
-    if reason := device.refuses(q, DTYPES, (torch.float32, torch.float64)) or _too_large(
-        q, W.shape[-1], features, z is not None
-    ):
+    (B, _, H, R), M = q.shape, W.shape[-1]
+    if reason := _refuses(q, (W, z), vectors, M, features, z is not None):
         return reason
-    if 0 in (*q.shape, *W.shape):
-        return "there is nothing to compute"
-    if W.dtype != torch.promote_types(q.dtype, torch.float32) or W.device != q.device:
-        return f"the kernels read a state of at least float32 on the device of its queries, got {W.dtype} on {W.device}"
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if W.dtype != wide or (z is not None and z.dtype != wide):
+        return f"the kernels read a state of {wide} with queries of {q.dtype}, got W in {W.dtype}"
     if W.shape[:3] != (B, H, features.size(R)) or (z is not None and z.shape != W.shape[:3]):
         return "queries and state do not go together"
-    call = Call.of_state(q, W.shape[3], None, features, z is not None, reads=True)
+    call = Call.of_state(q, M, None, features, z is not None, reads=True)
     return unproven(call, H, q.device)
+
+
+def _refuses(
+    x: Tensor,
+    others: tuple[Tensor | None, ...],
+    vectors: Tensor | None,
+    M: int,
+    features: Features,
+    normalized: bool,
+) -> str | None:
+    """Say why the kernels are not for queries or keys x (B, T, H, R) beside these other tensors."""
+    if reason := device.refuses(x, DTYPES, (torch.float32, torch.float64)):
+        return reason
+    R = x.shape[3]
+    if reason := why_unfused(features, R, normalized):
+        return reason
+    D = features.size(R)
+    if D > LARGEST_D or M > LARGEST_M:
+        limits = f"phi may have up to {LARGEST_D} and values up to {LARGEST_M} features"
+        return f"{limits}, got D = {D} and M = {M}"
+    if features.m and (vectors is None or vectors.shape != (features.m, R)):
+        return f"the random vectors of FAVOR+ are not for heads of {R}"
+    for other in (x, *others, vectors):
+        if other is not None and other.numel() == 0:
+            return "there is nothing to compute"
+        if other is not None and other.device != x.device:
+            return f"queries or keys are on {x.device}, another tensor on {other.device}"
+    return None
 
 
 def unproven(call: Call, H: int, device: torch.device) -> str | None:
     """Say why the kernels of such a call must not be used."""
     return check_of(call, H).refusal(device)
-
-
-def _too_large(k: Tensor, M: int, features: Features, normalized: bool) -> str | None:
-    if reason := why_unfused(features, k.shape[3], normalized):
-        return reason
-    D = features.size(k.shape[3])
-    if D > LARGEST_D or M > LARGEST_M:
-        limits = f"phi may have up to {LARGEST_D} and values up to {LARGEST_M} features"
-        return f"{limits}, got D = {D} and M = {M}"
-    return None
 
 
 @cache
