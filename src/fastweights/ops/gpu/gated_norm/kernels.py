@@ -18,8 +18,8 @@ from fastweights.ops.gpu.common import sigmoid
 class Options:
     """What a kernel is compiled for, `o` in the code.
 
-    A program has `heads` heads at a time, `turns` times, in `block` columns. x, gate and dy have so many entries from
-    one token to the next.
+    A program has `heads` heads at a time, `turns` times, in `block` columns. `x_row`, `gate_row` and `dy_row` are the
+    entries from one token of x, gate and dy to the next.
     """
 
     H: int

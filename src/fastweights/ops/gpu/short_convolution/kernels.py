@@ -26,7 +26,7 @@ def row_at(x, t, c, ROW: tl.constexpr):
 
 @triton.jit
 def rows_at(x, count: tl.constexpr, there, ROW: tl.constexpr):
-    """Load some channels of so many tokens, those of the first one at x."""
+    """Load some channels of `count` tokens, with those of the first one at x."""
     rows = ()
     for i in tl.static_range(count):
         rows = rows + (tl.load(x + i * ROW, there, 0.0),)
@@ -99,14 +99,24 @@ def gradient_before_silu(dy, z, o: tl.constexpr):
     return dy
 
 
+@triton.jit
+def place_of_program(T, N, o: tl.constexpr):
+    """Return the tile of a program, or its sequence, numbered after all tiles; its channels; how many tiles there are.
+
+    Tiles are counted twice: those of a row, and all of them.
+    """
+    groups: tl.constexpr = (o.C + o.channels - 1) // o.channels
+    unit = tl.program_id(0) // groups
+    c = tl.program_id(0) % groups * o.channels + tl.arange(0, o.channels)
+    there = c < o.C
+    tiles = tl.cdiv(T, o.tile)
+    return unit, c, there, tiles, tiles if o.packed else N * tiles
+
+
 @triton.jit(do_not_specialize=["T", "N", "x_rows"])
 def convolve(
-    x,  # (B, T, C)
-    weight,  # (C, taps)
-    bias,  # (C,) or None
-    recent,  # (N, reach, C) or None
-    bounds,  # (N + 1,) or None
-    starts,  # (B, T) or None
+    inputs,  # x (B, T, C), weight (C, taps), bias (C,), recent (N, reach, C), bounds (N + 1,), starts (B, T); the last
+    # four may be None
     y,  # (B, T, C)
     recent_end,  # (N, reach, C)
     T,
@@ -122,12 +132,8 @@ def convolve(
     """
     REACH: tl.constexpr = o.taps - 1
     BLOCK: tl.constexpr = o.block
-    groups: tl.constexpr = (o.C + o.channels - 1) // o.channels
-    unit = tl.program_id(0) // groups
-    c = tl.program_id(0) % groups * o.channels + tl.arange(0, o.channels)
-    there = c < o.C
-    tiles = tl.cdiv(T, o.tile)
-    stretches = tiles if o.packed else N * tiles
+    x, weight, bias, recent, bounds, starts = inputs
+    unit, c, there, tiles, stretches = place_of_program(T, N, o)
     if unit < stretches:
         row = unit // tiles
         first = unit % tiles * o.tile
@@ -179,12 +185,7 @@ def carry_on(x, recent, bounds, starts, recent_end, n, T, x_rows, c, there, o: t
 def convolve_gradients(
     dy,  # (B, T, C)
     d_recent_end,  # (N, reach, C) or None
-    x,  # (B, T, C)
-    weight,  # (C, taps)
-    bias,  # (C,) or None
-    recent,  # (N, reach, C) or None
-    bounds,  # (N + 1,) or None
-    starts,  # (B, T) or None
+    inputs,  # as `convolve` takes them
     dx,  # (B, T, C)
     d_recent,  # (N, reach, C) or None
     parts,  # (tiles, taps, C), or with a bias (tiles, taps + 1, C): sums over the tokens of a tile
@@ -207,12 +208,8 @@ def convolve_gradients(
     TAPS: tl.constexpr = o.taps
     REACH: tl.constexpr = o.taps - 1
     BLOCK: tl.constexpr = o.block
-    groups: tl.constexpr = (o.C + o.channels - 1) // o.channels
-    unit = tl.program_id(0) // groups
-    c = tl.program_id(0) % groups * o.channels + tl.arange(0, o.channels)
-    there = c < o.C
-    tiles = tl.cdiv(T, o.tile)
-    stretches = tiles if o.packed else N * tiles
+    x, weight, bias, recent, bounds, starts = inputs
+    unit, c, there, tiles, stretches = place_of_program(T, N, o)
     weights, shift = parameters_of(weight, bias, there, c, o)
     tokens = (dy, d_recent_end, x, recent, bounds, starts)
     sizes = (T, N, x_rows, dy_rows)

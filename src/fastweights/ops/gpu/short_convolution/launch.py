@@ -68,7 +68,7 @@ class Plan:
         self.inputs = (x.dtype, weight.dtype, dtype_of(bias), recents, *marks)
         self.x_row, self.x_rows = _strides(_readable(x))
         options, _, programs = self._split(FORWARD, self.C)
-        dtypes, constants = (*self.inputs, x.dtype, x.dtype), (self.T, self.N, self.x_rows, options)
+        dtypes, constants = (self.inputs, x.dtype, x.dtype), (self.T, self.N, self.x_rows, options)
         self.convolve = Launch(convolve, programs, dtypes, 0, constants, FORWARD.warps, 1, x.device)
 
     def _split(self, how: Split, dy_row: int) -> tuple[Any, int, int]:
@@ -100,18 +100,18 @@ class Plan:
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
         """Return y and what is carried on."""
-        x, *others = _prepared(tensors)
+        x, *_ = inputs = _prepared(tensors)
         y = torch.empty((self.B, self.T, self.C), dtype=x.dtype, device=x.device)
         recent_end = torch.empty((self.N, self.taps - 1, self.C), dtype=x.dtype, device=x.device)
         with use_device_of(x):
-            self.convolve((x, *others, y, recent_end))
+            self.convolve((inputs, y, recent_end))
         return y, recent_end
 
     def backward(self, grads: Tensors, tensors: Tensors) -> Tensors:
         """Return the gradients of x, weight, bias and recent."""
         from fastweights.ops.gpu.memory.launcher import planned
 
-        x, weight, bias, recent, bounds, starts = _prepared(tensors)
+        x, weight, bias, recent, *_ = inputs = _prepared(tensors)
         dy = x.new_zeros(x.shape) if grads[0] is None else _readable(grads[0])
         ends = None if grads[1] is None else grads[1].contiguous()
         strides = _strides(dy)
@@ -120,7 +120,7 @@ class Plan:
         parts = torch.empty((tiles, self.taps + (bias is not None), self.C), dtype=self.wide, device=x.device)
         d_weight, d_bias, d_recent = (None if t is None else torch.empty_like(t) for t in (weight, bias, recent))
         with use_device_of(x):
-            walk((dy, ends, x, weight, bias, recent, bounds, starts, dx, d_recent, parts))
+            walk((dy, ends, inputs, dx, d_recent, parts))
             add((parts, d_weight, d_bias), tiles)
         return dx, d_weight, d_bias, d_recent, None, None, None
 
@@ -132,7 +132,7 @@ class Plan:
 
         dtype, weight, bias, recents, *_ = self.inputs
         options, tiles, programs = self._split(BACKWARD, strides[0])
-        dtypes = (dtype, dtype if carried else None, *self.inputs, dtype, recents, self.wide)
+        dtypes = (dtype, dtype if carried else None, self.inputs, dtype, recents, self.wide)
         constants = (self.T, self.N, self.x_rows, strides[1], options)
         walk = Launch(convolve_gradients, programs, dtypes, 0, constants, BACKWARD.warps, 1, self.device)
         groups = -(-self.C // ADDED) * (self.taps + (bias is not None))
@@ -141,7 +141,7 @@ class Plan:
         return walk, add, tiles
 
 
-def _prepared(tensors: Tensors) -> Tensors:
+def _prepared(tensors: Tensors) -> tuple[Any, ...]:
     """Return all but the mask, as the kernels read them."""
     x, weight, bias, recent, _, bounds, starts = tensors
     weight, bias, recent, bounds = (t if t is None else t.contiguous() for t in (weight, bias, recent, bounds))

@@ -17,7 +17,7 @@ class Options:
     """What a kernel is compiled for, `o` in the code.
 
     A program has `channels` of `tile` tokens, in blocks of `block` tokens; `window` is a power of 2 and at least
-    block + reach. x and dy have so many entries from one token to the next.
+    block + reach. `x_row` and `dy_row` are the entries from one token of x and dy to the next.
     """
 
     taps: int
