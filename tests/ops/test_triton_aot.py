@@ -1,7 +1,8 @@
 """Every shipped launch configuration compiles, without a GPU, and fits in shared memory.
 
-Every row of the tables is compiled once, forward and back, and the most demanding rows with all that a call can have.
-`pytest -m every_variant` compiles the product of rows, options and architectures, which takes minutes.
+Every row of the tables is compiled once, forward and back. The most demanding rows are lowered with all that a call can
+have, up to where the compiler knows what they take of shared memory. `pytest -m every_variant` compiles the product of
+rows, options and architectures, which takes minutes.
 """
 
 import os
@@ -30,8 +31,9 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+from triton._C.libtriton import ir  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from fastweights.ops.gpu.memory import grouped as walks  # noqa: E402
@@ -214,9 +216,9 @@ def test_compiled_ahead_once_and_not_in_a_graph(monkeypatch):
             assert len(asked) == times
 
 
-def build(call: Any, capability: int) -> Any:
-    """Compile one recorded launch, specialised as the launcher would."""
-    kernel, arguments, options = call
+def source_of(call: Any) -> Any:
+    """A recorded launch, specialised as the launcher would."""
+    kernel, arguments, _ = call
     signature: dict[str, Any] = {}
     constants: dict[Any, Any] = {}
     divisible = {}
@@ -234,25 +236,84 @@ def build(call: Any, capability: int) -> Any:
 
     for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
         signature[parameter.name] = kind(value, (i,), parameter)
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, divisible)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, divisible)
 
 
-def check(calls: list[Any], capability: int) -> None:
-    for call in calls:
-        built = build(call, capability)
+def build(call: Any, capability: int) -> Any:
+    """Compile one recorded launch."""
+    return triton.compile(source_of(call), target=GPUTarget("cuda", capability, 32), options=call[2])
+
+
+def lower(call: Any, capability: int, last: str) -> tuple[Any, dict[str, Any]]:
+    """Take one recorded launch through the compiler up to the stage `last`: its code there, and what is known."""
+    source, target = source_of(call), GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    options = backend.parse_options({**call[2], **source.parse_options()})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    generators = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = source.make_ir(target, options, *generators, context)
+    stages: dict[str, Any] = {}
+    known: dict[str, Any] = {"target": target, **vars(options)}
+    backend.add_stages(stages, options, source.language)
+    for name, stage in stages.items():
+        module = stage(module, known)
+        if name == last:
+            break
+    return module, known
+
+
+def check(calls: list[Any], capability: int) -> list[Any]:
+    compiled = [build(call, capability) for call in calls]
+    for call, built in zip(calls, compiled, strict=True):
         assert built.metadata.shared <= SHARED[capability], call[0].__name__
         assert "cubin" in built.asm
+    return compiled
+
+
+def fit(calls: list[Any], capability: int) -> None:
+    for call in calls:
+        _, known = lower(call, capability, "llir")
+        assert 0 <= known["shared"] <= SHARED[capability], call[0].__name__
+
+
+def loads_in_loops(code: Any) -> int:
+    """How many loads the compiler left where they are used, instead of copying ahead."""
+    inside, found = 0, 0
+    for line in str(code).splitlines():
+        inside += ("scf.for" in line) - ("scf.yield" in line)
+        found += bool(inside) and "tt.load" in line
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS + GROUPED + largest(ONE))
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), ROWS)
 def test_compiles(monkeypatch, dtype, D, M, config):
     """For the architecture that the rows were chosen on."""
     calls = launches(monkeypatch, dtype, D, M, config, gated=False)
-    fused = not isinstance(config, SplitWalk)
-    assert len(calls) == (9 if grouped(config) else 4) - (1 + (not grouped(config))) * fused
-    check(calls, 90)
+    assert len(calls) == (4 if isinstance(config, SplitWalk) else 2)
+    compiled = check(calls, 90)
+    if isinstance(config, ChunkedWalk) and config.prefetch and dtype != torch.float16:
+        walks = [built for call, built in zip(calls, compiled, strict=True) if "walk" in call[0].__name__]
+        assert [loads_in_loops(built.asm["ttgir"]) for built in walks] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "D", "M", "config"), GROUPED + largest(ONE))
+def test_fits_in_groups_and_for_one_token(monkeypatch, dtype, D, M, config):
+    calls, split = launches(monkeypatch, dtype, D, M, config, gated=False), isinstance(config, SplitWalk)
+    assert len(calls) == (8 + split if grouped(config) else 2 + 2 * split)
+    fit(calls, 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "D", "M"), [(torch.bfloat16, 32, 32), (torch.float32, 64, 64)])
+def test_loads_that_walks_wait_for_are_seen(monkeypatch, dtype, D, M):
+    """Without `prefetch`, which is there so that they wait for none, as `test_compiles` has it."""
+    calls = launches(monkeypatch, dtype, D, M, replace(TABLE[dtype][D, M], prefetch=False), gated=False)
+    walks = [call for call in calls if "walk" in call[0].__name__]
+    assert len(walks) == 2 and any(loads_in_loops(lower(call, 90, "ttgir")[0]) for call in walks)
 
 
 @pytest.mark.slow
@@ -261,7 +322,7 @@ def test_compiles_with_decays_per_key(monkeypatch, dtype, D, capability):
     (config,) = per_key_candidates(D, D, dtype, 4096)
     calls = launches(monkeypatch, dtype, D, D, config, gated=True, per_key=True)
     assert len(calls) == 9
-    check(calls, capability)
+    (check if capability == 90 else fit)(calls, capability)
 
 
 @pytest.mark.every_variant
@@ -277,7 +338,7 @@ def test_compiles_with_decays_per_key_for_every_architecture(monkeypatch, D, M, 
 @pytest.mark.parametrize(("dtype", "D", "M", "config"), DEMANDING)
 def test_compiles_with_all_options(monkeypatch, dtype, D, M, config):
     """For the architecture with less memory. In float32 attention is normalised, too, as all dtypes then are."""
-    check(launches(monkeypatch, dtype, D, M, config, gated=True, tied=dtype != torch.float32), 80)
+    fit(launches(monkeypatch, dtype, D, M, config, gated=True, tied=dtype != torch.float32), 80)
 
 
 @pytest.mark.every_variant
@@ -303,7 +364,7 @@ def test_the_most_features_fit_beside_the_most_values(monkeypatch, d, phi, nu, M
     D = features.size(d)
     assert holds_features(d, D, M) and not holds_features(d, D + 1, M) and not holds_features(d, D, M + 1)
     config = configuration(D, M, torch.float16, 999, 256, features)
-    check(launches(monkeypatch, torch.float16, d, M, config, gated=False, features=features)[-1:], 80)
+    fit(launches(monkeypatch, torch.float16, d, M, config, gated=False, features=features)[-1:], 80)
 
 
 def with_map(monkeypatch: Any, dtype: torch.dtype, T: int, d: int, features: Features) -> list[Any]:
@@ -314,7 +375,7 @@ def with_map(monkeypatch: Any, dtype: torch.dtype, T: int, d: int, features: Fea
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "T", "d", "features"), [row for row in MAPPED if row.id in ONCE_MAPPED])
 def test_compiles_with_feature_maps(monkeypatch, dtype, T, d, features):
-    check(with_map(monkeypatch, dtype, T, d, features), 80)
+    fit(with_map(monkeypatch, dtype, T, d, features), 80)
 
 
 @pytest.mark.every_variant
@@ -322,35 +383,6 @@ def test_compiles_with_feature_maps(monkeypatch, dtype, T, d, features):
 @pytest.mark.parametrize(("dtype", "T", "d", "features"), MAPPED)
 def test_compiles_with_every_feature_map(monkeypatch, dtype, T, d, features, capability):
     check(with_map(monkeypatch, dtype, T, d, features), capability)
-
-
-AHEAD = [
-    pytest.param(dtype, D, M, id=f"{str(dtype)[6:]}-{D}x{M}")
-    for dtype in (torch.bfloat16, torch.float32)
-    for (D, M), config in TABLE[dtype].items()
-    if config.prefetch
-]
-
-
-def loads_in_loops(built: Any) -> int:
-    """How many loads the compiler left where they are used, instead of copying ahead."""
-    inside, found = 0, 0
-    for line in built.asm["ttgir"].splitlines():
-        inside += ("scf.for" in line) - ("scf.yield" in line)
-        found += bool(inside) and "tt.load" in line
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "D", "M"), AHEAD)
-def test_walks_wait_for_no_load(monkeypatch, dtype, D, M):
-    """What `prefetch` is for; without it some loads stay in the loop, and so are seen here."""
-    for ahead in (0, 1):
-        config = replace(TABLE[dtype][D, M], prefetch=bool(ahead))
-        calls = launches(monkeypatch, dtype, D, M, config, gated=False)
-        left = [loads_in_loops(build(call, 90)) for call in calls if "walk" in call[0].__name__]
-        assert len(left) == 2 and (sum(left) == 0) == bool(ahead), (ahead, left)
-        monkeypatch.undo()
 
 
 @pytest.mark.slow
