@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
     # The longest first, so that no process is left with one of them at the end.
-    items.sort(key=lambda item: item.name != "test_in_the_interpreter")
+    items.sort(key=lambda item: not item.name.startswith("test_in_the_interpreter"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Short convolution and gated norm on a GPU: in Triton's interpreter against float64, and compiled without a GPU."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -36,7 +37,7 @@ def draw(*shape):
 
 @inside
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("T", [1, 41])
+@pytest.mark.parametrize("T", [1, 37])
 def test_convolutions(kind, T):
     limit = 1e-12 if kind.dtype == WIDE else 1e-6
     errors = convolution_check.compare(kind, CPU, 2, T, 13)
@@ -55,18 +56,19 @@ def test_norms(opening, shape):
 def test_derivatives_of_the_convolution():
     bounds = torch.tensor([0, 1, 1, 3])
     tensors = [draw(1, 4, 1), draw(1, 2), draw(1), draw(3, 1, 1)]
-    assert gradcheck(lambda *tensors: short_convolution(*tensors, silu=True, cu_seqlens=bounds), tensors)
+    run = partial(short_convolution, silu=True, cu_seqlens=bounds)
+    assert gradcheck(run, tensors, fast_mode=True)
 
 
 @inside
 def test_derivatives_of_the_norm():
     tensors = [draw(1, 2, 2, 3), draw(3), draw(1, 2, 2, 3)]
-    assert gradcheck(lambda *tensors: gated_rms_norm(*tensors, opening="silu"), tensors)
+    assert gradcheck(lambda *tensors: gated_rms_norm(*tensors, opening="silu"), tensors, fast_mode=True)
 
 
 @inside
 def test_segments_are_the_whole():
-    tensors = [draw(2, 6, 5), draw(5, 4), draw(5), draw(2, 3, 5)]
+    tensors = [draw(1, 6, 5), draw(5, 4), draw(5), draw(1, 3, 5)]
     x, weight, bias, recent = tensors
     whole = short_convolution(*tensors, silu=True)
     whole = [*whole, *gradients(whole, tensors)]

@@ -41,23 +41,24 @@ def call_of(way, dtype, R, M, features, normalized=True, masked=True, C=0):
         ((5, 9), call_of(WEIGHTS, torch.float64, 16, 16, PLAIN, normalized=False, C=16)),
         ((15, 7), call_of(WEIGHTS, torch.float64, 10, 16, FAVOR, C=16)),
         ((57, 57), call_of(ONE_LAUNCH, torch.float64, 16, 16, ELU)),
-        ((5, 130), call_of(ONE_LAUNCH, torch.float64, 10, 20, DPFP2)),
+        ((5, 70), call_of(ONE_LAUNCH, torch.float64, 10, 20, DPFP2)),
         ((40, 3), call_of(ONE_LAUNCH, torch.float32, 40, 40, PLAIN, masked=False)),
         ((5, 37), call_of(ONE_LAUNCH, torch.float64, 10, 5, RELU, normalized=False)),
         ((33, 40), call_of(ONE_LAUNCH, torch.float64, 10, 5, FAVOR)),
-        ((5, 300), call_of(PARTS, torch.float64, 20, 16, ELU)),
-        ((290, 33), call_of(PARTS, torch.float64, 12, 3, DPFP2, masked=False)),
+        ((5, 150), call_of(PARTS, torch.float64, 20, 16, ELU)),
+        ((130, 33), call_of(PARTS, torch.float64, 9, 3, DPFP2, masked=False)),
         ((5, 40), call_of(PARTS, torch.float32, 10, 5, PLAIN, normalized=False)),
         ((34, 7), call_of(PARTS, torch.float32, 10, 5, FAVOR._replace(m=20))),
         ((3, 40), call_of(KEPT, torch.float64, 10, 5, FAVOR)),
         ((5, 37), call_of(KEPT, torch.float64, 10, 5, DPFP2)),
-        ((3, 300), call_of(KEPT, torch.float32, 40, 40, ELU)),
+        ((3, 150), call_of(KEPT, torch.float32, 40, 40, ELU)),
         ((17, 2), call_of(KEPT, torch.float64, 10, 5, PLAIN, normalized=False, masked=False)),
     ],
     ids=lambda x: f"{x.way}-{x.features.map}-{str(x.dtype)[6:]}" if isinstance(x, Call) else None,
 )
-def test_output_and_gradients(call, tokens):
-    """With padding, and with a sequence that is nothing else."""
+def test_output_and_gradients(monkeypatch, call, tokens):
+    """With padding, and with a sequence that is nothing else. More than four tiles of tokens make two parts."""
+    monkeypatch.setattr(launch, "LEAST_TILES", 2)
     errors = compare(call, 2, CPU, tokens, mean=3.0)
     limit = 1e-12 if call.dtype == torch.float64 else LIMITS[torch.float32]
     assert all(error < limit for error in errors.values()), errors

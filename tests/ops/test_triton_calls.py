@@ -1,6 +1,6 @@
 """The Triton kernels as callers meet them, in the interpreter: strides, custom ops, refusals, torch.compile, NaN.
 
-Like `test_triton_interpret`, the tests run in a process of their own.
+`test_in_the_interpreter` runs them.
 """
 
 import sys
@@ -21,16 +21,10 @@ from fastweights.ops.gpu.memory.signatures import WalkSignature
 from fastweights.ops.gpu.memory.variants import configuration, group_length, to_integers
 from fastweights.ops.memory import fast_weight_memory
 from tests.ops.calls import random_call, refusal
-from tests.ops.interpreted import INTERPRETED, altered, as_fused, inside, outside, poisoned, recurrence, rerun  # noqa: F401
+from tests.ops.interpreted import INTERPRETED, altered, as_fused, inside, poisoned, recurrence  # noqa: F401
 from tests.ops.test_triton_interpret import FUSED, SPLIT, TOKENS, a_problem
 
 pytest.importorskip("triton")
-
-
-@pytest.mark.slow
-@outside
-def test_in_the_interpreter() -> None:
-    rerun(__file__)
 
 
 @inside
@@ -236,10 +230,10 @@ def test_what_is_not_finite_stays_in_its_row_head_text_and_mask(rule, normalizat
 @inside
 @pytest.mark.parametrize("rule", ["delta", "gated_delta"])
 def test_batched_gradients(rule):
-    call = random_call(rule, None, 2, 20, 2, 8, 8).requiring_grad()
+    call = random_call(rule, None, 1, 18, 2, 8, 8).requiring_grad()
     outputs = call.run("triton")
-    cotangents = [torch.randn(3, *y.shape, dtype=torch.float64) for y in outputs]
+    cotangents = [torch.randn(2, *y.shape, dtype=torch.float64) for y in outputs]
     batched = torch.autograd.grad(outputs, call.inputs(), cotangents, retain_graph=True, is_grads_batched=True)
-    for i in range(3):
+    for i in range(2):
         single = torch.autograd.grad(outputs, call.inputs(), [c[i] for c in cotangents], retain_graph=True)
         torch.testing.assert_close([x[i] for x in batched], list(single))

@@ -1,6 +1,6 @@
 """Feature maps, normalisation and sigmoids inside the kernels, against the same in plain PyTorch, in the interpreter.
 
-Like `test_triton_interpret`, the tests run in a process of their own.
+`test_in_the_interpreter` runs them.
 """
 
 from dataclasses import replace
@@ -22,17 +22,11 @@ from fastweights.ops.normalization import sum_normalize
 from fastweights.ops.rules import RULES
 from fastweights.ops.spec import Inputs, Spec
 from tests.ops.calls import FAMILY
-from tests.ops.interpreted import altered, as_fused, inside, outside, poisoned, recurrence, rerun  # noqa: F401
+from tests.ops.interpreted import altered, as_fused, inside, poisoned, recurrence  # noqa: F401
 
 pytest.importorskip("triton")
 
 MAPS = [("elu", 0), ("relu", 0), ("dpfp", 1), ("dpfp", 3)]
-
-
-@pytest.mark.slow
-@outside
-def test_in_the_interpreter() -> None:
-    rerun(__file__)
 
 
 @pytest.mark.parametrize(("name", "nu"), MAPS)
@@ -105,22 +99,24 @@ def kernels_for(features: Features, d: int = 12, fused: bool = True) -> Variant:
 @pytest.mark.parametrize(("name", "nu"), MAPS)
 def test_every_map(name, nu, fused):
     features = Features.named(name, nu, sum=True, logits=True)
-    compare(features, kernels=kernels_for(features, fused=fused))
+    compare(features, T=20, kernels=kernels_for(features, fused=fused))
 
 
 @inside
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
-@pytest.mark.parametrize(("name", "nu"), MAPS)
+@pytest.mark.parametrize(
+    ("name", "nu", "fused", "ahead"),
+    [
+        *((*phi, fused, False) for phi in MAPS for fused in (True, False)),
+        # Walks that leave gradients to another launch map keys alike, whatever is copied ahead.
+        *((*phi, True, True) for phi in MAPS),
+        ("dpfp", 3, False, True),
+    ],
+)
 def test_tiles_loaded_both_ways(name, nu, fused, ahead):
     """A head every 32 numbers, as that takes; chunks in batches, the last of which is not full."""
     features = Features.named(name, nu, sum=True, logits=True)
-    compare(
-        features,
-        8,
-        15,
-        kernels=altered(kernels_for(features, 8, fused), both_ways=True, chunks_per_program=2, prefetch=ahead),
-    )
+    kernels = altered(kernels_for(features, 8, fused), both_ways=True, chunks_per_program=2, prefetch=ahead)
+    compare(features, 8, 15, T=20 if fused else 33, H=1, kernels=kernels)
 
 
 @inside
@@ -128,11 +124,11 @@ def test_tiles_loaded_both_ways(name, nu, fused, ahead):
 @pytest.mark.parametrize(("gates", "tied"), [("", False), ("a", False), ("aw", False), ("ae", True), ("aew", False)])
 def test_every_set_of_gates(gates, tied, fused):
     features = Features.named("dpfp", 1, logits=True)
-    compare(features, 8, T=20, H=1, gates=gates, tied=tied, kernels=kernels_for(features, 8, fused))
+    compare(features, 8, T=18, H=1, gates=gates, tied=tied, kernels=kernels_for(features, 8, fused))
 
 
 @inside
-@pytest.mark.parametrize("T", [1, 7, 63, 100])
+@pytest.mark.parametrize("T", [1, 7, 47])
 def test_lengths(T):
     compare(Features.named("dpfp", 2, sum=True, logits=True), 5, 9, 2, T, 1, gates="ae", dtype=torch.float32)
 
@@ -173,7 +169,7 @@ def test_the_layer_is_the_same(rule, normalization, monkeypatch):
     layer = FastWeightAttention(
         12, 2, 6, rule, "dpfp", normalization, d_value=5, feature_map_options={"nu": 2}
     ).double()
-    x = torch.randn(2, 9, 12, dtype=torch.float64)
+    x = torch.randn(1, 9, 12, dtype=torch.float64)
     results = []
     for backend in ("triton", "chunked"):
         layer.backend = backend
