@@ -50,13 +50,11 @@ class WalkSignature(NamedTuple):
         return cls(*sizes, a, e, w, tied, cu_seqlens is not None, variant, features, per_key(gates[0]))
 
     def __str__(self) -> str:
-        named = {decay_name(self.per_key): self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
-        gates = ", ".join(name for name, there in named.items() if there) or "no gates"
         grouped = isinstance(self.variant, ChunkedWalk) and self.variant.groups
         form = ", packed" if self.packed else ", in groups" if grouped else ""
         features = self.features.describe(self.D)
         walk = "token by token" if isinstance(self.variant, RecurrentWalk) else f"chunk {self.variant.chunk}"
-        return f"{str(self.dtype)[6:]}, {features}, M = {self.M}, {gates}{form}, {walk}"
+        return f"{str(self.dtype)[6:]}, {features}, M = {self.M}, {_gates(self)}{form}, {walk}"
 
     @property
     def key(self) -> str:
@@ -64,9 +62,11 @@ class WalkSignature(NamedTuple):
         return f"{self} {'-'.join(map(str, (*to_integers(self.variant), *self.features)))}"
 
 
-def decay_name(per_key: bool) -> str:
-    """Return what a signature calls the decay."""
-    return "decay per key" if per_key else "decay"
+def _gates(signature: Signature, **more: bool) -> str:
+    """Return the names of the coefficients that are there, and of whatever more is."""
+    decay = "decay per key" if signature.per_key else "decay"
+    named = {decay: signature.decay, "erase": signature.erase, "write": signature.write, "tied": signature.tied}
+    return ", ".join(name for name, there in (named | more).items() if there) or "no gates"
 
 
 class StepSignature(NamedTuple):
@@ -98,8 +98,7 @@ class StepSignature(NamedTuple):
         return cls(spec.dtype, spec.shape[3], spec.M, *there, spec.normalized, spec.features, spec.per_key)
 
     def __str__(self) -> str:
-        named = {decay_name(self.per_key): self.decay, "erase": self.erase, "write": self.write, "tied": self.tied}
-        gates = ", ".join(name for name, there in (named | {"z": self.normalized}).items() if there) or "no gates"
+        gates = _gates(self, z=self.normalized)
         return f"one token, {str(self.dtype)[6:]}, {self.features.describe(self.D)}, M = {self.M}, {gates}"
 
     @property
