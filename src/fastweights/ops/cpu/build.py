@@ -67,7 +67,7 @@ def _path(compiler: str, level: Level) -> Path:
     """Return where the library for this machine and compiler is kept."""
     # Bytes all along: neither the locale nor the compiler has to know UTF-8.
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    sources = [path.read_bytes() for path in sorted(SOURCES.iterdir())]
+    sources = [path.read_bytes() for path in sorted(SOURCES.rglob("*.*"))]
     names = [os.fsencode(x) for x in (*flags(level), compiler, platform.machine())]
     name = hashlib.sha256(b"\n".join([*sources, *names, version, *_cpu()])).hexdigest()[:24]
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()

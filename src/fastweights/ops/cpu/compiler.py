@@ -70,7 +70,8 @@ def compile_library(compiler: str, level: Level, output: Path) -> None:
 
 def run_compiler(compiler: str, options: Sequence[str], output: Path) -> None:
     """Compile all sources with these options."""
-    command = [compiler, *options, *map(str, sorted(SOURCES.glob("*.cpp"))), "-o", str(output)]
+    sources = map(str, sorted(SOURCES.rglob("*.cpp")))
+    command = [compiler, *options, f"-I{SOURCES}", *sources, "-o", str(output)]
     completed = subprocess.run(command, capture_output=True, env={**os.environ, "TMPDIR": str(output.parent)})
     if completed.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{completed.stderr.decode(errors='replace')[-2000:]}")

@@ -1,4 +1,4 @@
-"""The gated root-mean-square norm in C++, csrc/layers.cpp."""
+"""The gated root-mean-square norm in C++, csrc/layers/gated_norm.cpp."""
 
 from __future__ import annotations
 

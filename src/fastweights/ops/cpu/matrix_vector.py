@@ -1,4 +1,4 @@
-"""The product of a matrix and one vector in C++, csrc/matrix_vector.cpp: the logits of one token.
+"""The product of a matrix and one vector in C++, csrc/layers/matrix_vector.cpp: the logits of one token.
 
 They are most of what a token of a model with many words costs, and PyTorch's product does not read the matrix as fast
 as memory gives it.

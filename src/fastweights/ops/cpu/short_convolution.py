@@ -1,4 +1,4 @@
-"""The short convolution in C++, csrc/layers.cpp."""
+"""The short convolution in C++, csrc/layers/short_convolution.cpp."""
 
 from __future__ import annotations
 
