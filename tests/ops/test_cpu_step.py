@@ -39,7 +39,10 @@ def run(inputs):
 
 
 def expected(inputs):
-    inputs = inputs.mapped().expanded()
+    mapped = inputs.mapped()
+    # Mapped in PyTorch: the C++ of maps is part of what is tested.
+    q, k = inputs.features.apply(inputs.q.to(mapped.q.dtype), inputs.k.to(mapped.k.dtype), inputs.normalized)
+    inputs = replace(mapped, q=q.to(mapped.q.dtype), k=k.to(mapped.k.dtype)).expanded()
     return [x for x in reference.run(replace(inputs, in_place=False)) if x is not None]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -157,7 +157,11 @@ class Map(Protocol):
     """
 
     kernel: ClassVar[str | None]
-    dim: int
+
+    @property
+    def dim(self) -> int:
+        """D, the size of phi."""
+        ...
 
     def map(self, x: Tensor) -> Tensor:
         """Compute phi(x)."""
@@ -169,19 +173,32 @@ class Map(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class RandomFeatures:
-    """What FAVOR+ makes of queries and keys with `vectors` that are drawn, times `inner` (m, R)."""
+class Drawn:
+    """FAVOR+ as a map, with `vectors` (m, R) that are drawn, and times `inner`."""
 
     vectors: Tensor
     inner: float
+    kernel: ClassVar[str | None] = "favor"
 
-    def queries(self, q: Tensor, divided: bool) -> Tensor:
-        """Map queries, as `MapFeatures` does."""
-        return favor_scaled(q, self.vectors) if divided else favor(q, self.vectors, self.inner)
+    @property
+    def m(self) -> int:
+        """Vectors."""
+        return len(self.vectors)
 
-    def keys(self, k: Tensor) -> Tensor:
-        """Map keys."""
-        return favor(k, self.vectors, self.inner)
+    @property
+    def dim(self) -> int:
+        """Features."""
+        return 2 * len(self.vectors)
+
+    def map(self, x: Tensor) -> Tensor:
+        """Compute phi(x)."""
+        with torch.autocast(x.device.type, enabled=False):
+            return favor(x, self.vectors, self.inner)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Compute phi(x) over its largest entry."""
+        with torch.autocast(x.device.type, enabled=False):
+            return favor_scaled(x, self.vectors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,6 +219,16 @@ class MapFeatures:
         phi: Any = self.phi
         nu, m, inner = getattr(phi, "nu", 0), getattr(phi, "m", 0), getattr(phi, "inner", 1.0)
         return Features(phi.kernel, nu, sums, self.logits, l2, self.scale, m, inner)
+
+    @property
+    def vectors(self) -> Tensor | None:
+        """The vectors of FAVOR+ as they are now; None for other maps."""
+        phi: Any = self.phi
+        return phi.vectors if self.phi.kernel == "favor" else None
+
+    def drawn(self, vectors: Tensor | None) -> MapFeatures:
+        """Return the same with these `vectors`: others may have been drawn since they were."""
+        return self if vectors is None else replace(self, phi=Drawn(vectors, self.description.inner))
 
     def size(self, d: int) -> int:
         """Return D, the size of phi."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastweights.common.tables import look_up
+from fastweights.ops.cpu import linear_attention as cpu
+from fastweights.ops.cpu.features import unknown
 from fastweights.ops.eager import is_eager, wants_gradients
-from fastweights.ops.features import PLAIN, Features, MapFeatures, RandomFeatures
+from fastweights.ops.features import PLAIN, Features, MapFeatures
+from fastweights.ops.fused.features import map_heads, vectors_of
 from fastweights.ops.fused.function import FusedFunction, Kernels
 from fastweights.ops.gpu.linear_attention import launch
 from fastweights.ops.gpu.linear_attention.operators import attention, eager_backward, eager_forward
@@ -19,7 +22,6 @@ from fastweights.ops.normalization import safe_divide
 from fastweights.ops.state import FastWeightState
 
 NORMALIZATIONS = {"attention": None, "None": None}
-AnyFeatures = Features | MapFeatures | RandomFeatures
 # The most keys that are multiplied in float32 at least.
 _FEW = 32
 
@@ -41,7 +43,7 @@ def linear_attention(
         y = einsum("bhij, bjhm -> bihm", weights / weights.sum(-1, keepdim=True), v)
 
     in whichever order takes fewer products: (q k) v for few keys, q (k v), which is O(T), for many. On a GPU it is one
-    launch up to 512 tokens, with feature map, mask and division inside.
+    launch up to 512 tokens, with feature map, mask and division inside; on a CPU it is one pass in C++.
 
     Args:
         q: queries (B, T, H, D), already mapped by phi.
@@ -59,13 +61,20 @@ def linear_attention(
     look_up(NORMALIZATIONS, str(normalization), "normalization")
     normalized = normalization == "attention"
     with torch.autocast(q.device.type, enabled=False):
-        if why_unfused(features.description, q.shape[3], normalized) is not None:
+        if _maps_first(q, features, normalized):
             q, k = _queries(q, features, normalized), _keys(k, mask, features)
             features = PLAIN
-        phi, tensors = features.description, (q, k, v, mask, _vectors(features))
+        phi, tensors = features.description, (q, k, v, mask, vectors_of(features))
         if torch.compiler.is_compiling() and _refuses(tensors, (features, normalized)) is None:
             return attention(*tensors, phi.map, phi.nu, phi.m, phi.inner, normalized)[0]
         return _FUSED(tensors, features, normalized)[0]
+
+
+def _maps_first(x: Tensor, features: Features | MapFeatures, normalized: bool) -> bool:
+    """Return whether heads have to be mapped before any kernels see them."""
+    if x.device.type == "cpu":
+        return unknown(features) is not None
+    return why_unfused(features.description, x.shape[3], normalized) is not None
 
 
 def _refuses(tensors: Sequence[Any], settings: Sequence[Any]) -> str | None:
@@ -73,34 +82,21 @@ def _refuses(tensors: Sequence[Any], settings: Sequence[Any]) -> str | None:
     return refuses(tensors, features.description, normalized)
 
 
-def _vectors(features: Features | MapFeatures) -> Tensor | None:
-    """Return the vectors of FAVOR+ as they are now, None for other maps."""
-    if not isinstance(features, MapFeatures) or not features.description.m:
-        return None
-    phi: Any = features.phi
-    vectors: Tensor = phi.vectors
-    return vectors
+def _queries(q: Tensor, features: Features | MapFeatures, divided: bool) -> Tensor:
+    """Map queries (B, T, H, R): (B, T, H, D), the tokens of a head one after another, as products want them."""
+    if features == PLAIN:
+        return q
+    return map_heads(q, None, features, divided=divided, dtype=q.dtype, by_head=True)[0]
 
 
-def _queries(q: Tensor, features: AnyFeatures, divided: bool) -> Tensor:
-    """Map queries (B, T, H, R): (B, T, H, D)."""
-    return _heads_first(lambda x: features.queries(x, divided), q, features)
-
-
-def _keys(k: Tensor, mask: Tensor | None, features: AnyFeatures) -> Tensor:
+def _keys(k: Tensor, mask: Tensor | None, features: Features | MapFeatures) -> Tensor:
     """Map keys (B, S, H, R): (B, S, H, D), whatever padding is."""
-    if mask is not None and features != PLAIN:
+    if features == PLAIN:
+        return k
+    if mask is not None:
         # A map of NaN has no gradient of 0.
         k = k.masked_fill(~mask[..., None, None], 0)
-    return _heads_first(features.keys, k, features)
-
-
-def _heads_first(phi: Callable[[Tensor], Tensor], x: Tensor, features: AnyFeatures) -> Tensor:
-    """Compute phi(x) with the tokens of a head one after another in memory, as products want them.
-
-    x has a few times fewer numbers than phi(x), and is moved instead of it.
-    """
-    return x if features == PLAIN else phi(x.transpose(1, 2).contiguous()).transpose(1, 2).to(x.dtype)
+    return map_heads(None, k, features, divided=False, dtype=k.dtype, by_head=True)[1]
 
 
 def _plain(
@@ -113,8 +109,7 @@ def _plain(
     normalized: bool,
 ) -> tuple[Tensor]:
     """Compute y in plain PyTorch."""
-    # Other vectors may have been drawn since.
-    features = given if vectors is None else RandomFeatures(vectors, given.description.inner)
+    features = given.drawn(vectors) if isinstance(given, MapFeatures) else given
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         q, k = _queries(q, features, normalized), _keys(k, mask, features)
@@ -139,7 +134,12 @@ def _plain(
         return (y.masked_fill(empty, 0).transpose(1, 2).to(dtype),)
 
 
-_FUSED = FusedFunction(_plain, Kernels(eager_forward, eager_backward, _refuses), outputs=1)
+_FUSED = FusedFunction(
+    _plain,
+    Kernels(eager_forward, eager_backward, _refuses),
+    Kernels(cpu.forward, cpu.backward, cpu.refuses),
+    outputs=1,
+)
 
 
 def _without_mean(V: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -186,12 +186,15 @@ def write_memory(
     look_up(NORMALIZATIONS, str(normalization), "normalization")
     normalized = normalization == "attention"
     with torch.autocast(k.device.type, enabled=False):
-        if why_unfused(features.description, k.shape[3], normalized) is not None:
+        if _maps_first(k, features, normalized):
             k, features = _keys(k, mask, features), PLAIN
         if is_eager(k, v, mask) and not wants_gradients(k, v):
-            phi, vectors, M = features.description, _vectors(features), v.shape[3]
+            phi, vectors, M = features.description, vectors_of(features), v.shape[3]
             if refuses_writing(k, v, mask, vectors, phi, normalized) is None:
                 W, z = launch.write(launch.Call.of_state(k, M, mask, phi, normalized), k, v, mask, vectors)
+                return FastWeightState(W, z if normalized else None)
+            if cpu.refuses((k, k, v, mask, None), (features, normalized)) is None:
+                W, z = cpu.write(k, v, mask, vectors, features, normalized)
                 return FastWeightState(W, z if normalized else None)
         k = _keys(k, mask, features)
         if mask is not None:
@@ -206,13 +209,15 @@ def read_memory(q: Tensor, state: FastWeightState, *, features: Features | MapFe
     W, z = state.W, state.z
     normalized = z is not None
     with torch.autocast(q.device.type, enabled=False):
-        if why_unfused(features.description, q.shape[3], normalized) is not None:
+        if _maps_first(q, features, normalized):
             q, features = _queries(q, features, normalized), PLAIN
         if is_eager(q, W, z) and not wants_gradients(q, W, z):
-            phi, vectors = features.description, _vectors(features)
+            phi, vectors = features.description, vectors_of(features)
             if refuses_reading(q, W, z, vectors, phi) is None:
                 call = launch.Call.of_state(q, W.shape[3], None, phi, normalized, reads=True)
                 return launch.read(call, q, vectors, W, z)
+            if cpu.refuses_reading(q, W, z, features) is None:
+                return cpu.read(q, vectors, W, z, features)
         Q = _queries(q, features, normalized).to(W.dtype).transpose(1, 2)
         y = Q @ W
         if z is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastweights.common.transforms import is_transformed
 from fastweights.ops.eager import PLAIN_TENSORS, is_watched
 from fastweights.ops.features import PLAIN, Features, MapFeatures
+from fastweights.ops.fused.features import map_heads
 from fastweights.ops.rules import Rule
 
 
@@ -58,11 +59,10 @@ class Inputs:
         if self.features == PLAIN:
             return self
         dtype = self.state_dtype if self.normalized and not self.q.is_cuda else self.v.dtype
-        q, k = self.features.apply(self.q.to(dtype), self.k.to(dtype), self.normalized)
+        q, k = map_heads(self.q, self.k, self.features, divided=self.normalized, dtype=dtype)
         logs = self.rule.logarithms
         gates = {name: gate if name in logs else self.features.gate(gate) for name, gate in self.gates.items()}
-        q, k, v = q.to(dtype), k.to(dtype), self.v.to(dtype)
-        return replace(self, q=q, k=k, v=v, gates=gates, features=PLAIN)
+        return replace(self, q=q, k=k, v=self.v.to(dtype), gates=gates, features=PLAIN)
 
     def masked(self) -> Self:
         """Return the same with nothing to read or write where the mask is False."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.cpu.build import library
+from fastweights.ops.cpu.features import MAPS
 from fastweights.ops.cpu.views import KINDS, View
 from fastweights.ops.rules import Rule
 from fastweights.ops.spec import Executable, Inputs, Spec
@@ -21,7 +22,8 @@ from fastweights.ops.spec import Executable, Inputs, Spec
 # Tokens up to which this takes less time than a chunk.
 MOST_TOKENS = 8
 
-_MAPS = {"none": 0, "elu": 1, "relu": 2, "silu": 3, "dpfp": 4}
+# FAVOR+ is mapped first: its vectors are no part of a plan.
+_MAPS = {name: number for name, number in MAPS.items() if name != "favor"}
 _ABSENT, _PLAIN, _COMPLEMENT, _LOGIT, _COMPLEMENT_LOGIT, _LOGARITHM = range(6)
 
 

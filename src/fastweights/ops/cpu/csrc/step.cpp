@@ -12,13 +12,12 @@
 #include <vector>
 
 #include "call.h"
+#include "layers/maps.h"
 #include "simd.h"
 #include "threads.h"
 
 namespace {
 
-enum Map : int32_t { kNone, kElu, kRelu, kSilu, kDpfp };
-enum Norm : int32_t { kAsIs, kSum, kL2 };
 // What is given for a coefficient: nothing; itself, one minus it, its logit, the logit of one minus it, or its logarithm.
 enum Form : int32_t { kAbsent, kPlain, kComplement, kLogit, kComplementLogit, kLogarithm };
 
@@ -99,24 +98,11 @@ void update_rows(int64_t M, const R* from, R* W, const R* fade, const R* k, cons
 }
 
 template <class R>
-R quotient(R x, R by) {
-  // The square root of the smallest normal number, as `normalization.safe_divide` has it.
-  constexpr R tiny = sizeof(R) == 4 ? R(1.0842021724855044e-19) : R(1.4916681462400413e-154);
-  return by > -tiny && by < tiny ? R(0) : x / by;
-}
-
-// max(0, x), and NaN for NaN.
-template <class R>
-R rectified(R x) {
-  return x < 0 ? R(0) : x;
-}
-
-template <class R>
 class Head {
  public:
   Head(const StepPlan& plan, const Tensors& given) : plan(plan), given(given), D(plan.D), M(plan.M) {
     thread_local std::vector<R> kept;
-    const int64_t Dp = padded<R>(D), Rp = padded<R>(2 * plan.R), lanes = Simd<R>::lanes;
+    const int64_t Dp = padded<R>(D), Rp = padded<R>(4 * plan.R), lanes = Simd<R>::lanes;
     kept.assign(4 * Dp + 3 * padded<R>(M) + 2 * Rp + lanes, R(0));
     R* room = kept.data();
     // Up to a vector boundary.
@@ -258,42 +244,10 @@ class Head {
 
   void features(const View& x, char* data, int64_t b, int64_t t, int64_t h, R* phi) {
     const int64_t size = plan.R;
-    load(x, data, b, t, h, size, plan.map == kDpfp ? raw : phi);
-    switch (plan.map) {
-      case kElu:
-        for (int64_t i = 0; i < size; ++i) scratch[i] = phi[i] > 0 ? R(0) : phi[i];
-        exponential(size, scratch, scratch);
-        for (int64_t i = 0; i < size; ++i) phi[i] = scratch[i] + rectified(phi[i]);
-        break;
-      case kRelu:
-        for (int64_t i = 0; i < size; ++i) phi[i] = rectified(phi[i]);
-        break;
-      case kSilu:
-        for (int64_t i = 0; i < size; ++i) scratch[i] = phi[i];
-        open(kLogit, size, scratch);
-        for (int64_t i = 0; i < size; ++i) phi[i] *= scratch[i];
-        break;
-      case kDpfp:
-        for (int64_t i = 0; i < size; ++i) {
-          scratch[i] = rectified(raw[i]);
-          scratch[size + i] = rectified(-raw[i]);
-        }
-        for (int64_t j = 1; j <= plan.nu; ++j) {
-          R* out = phi + (j - 1) * 2 * size;
-          for (int64_t i = 0; i < j; ++i) out[i] = scratch[i] * scratch[2 * size + i - j];
-          for (int64_t i = j; i < 2 * size; ++i) out[i] = scratch[i] * scratch[i - j];
-        }
-        break;
-      default: break;
-    }
-    if (plan.norm == kSum) {
-      R sum = 0;
-      for (int64_t d = 0; d < D; ++d) sum += phi[d];
-      for (int64_t d = 0; d < D; ++d) phi[d] = quotient(phi[d], sum);
-    } else if (plan.norm == kL2) {
-      const R factor = R(1) / std::sqrt(product(phi, phi) + R(1e-6));
-      for (int64_t d = 0; d < D; ++d) phi[d] *= factor;
-    }
+    load(x, data, b, t, h, size, raw);
+    if (plan.map == kDpfp) map_dpfp(plan.nu, size, raw, phi, scratch);
+    else map_each(Map(plan.map), padded<R>(size), raw, phi, scratch);
+    normalize(Norm(plan.norm), D, phi);
   }
 };
 

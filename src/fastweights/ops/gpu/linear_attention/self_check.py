@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fastweights.ops.features import PLAIN, Features, MapFeatures, RandomFeatures
+from fastweights.ops.features import PLAIN, Drawn, Features, MapFeatures
 from fastweights.ops.gpu import device
 from fastweights.ops.gpu.linear_attention import launch
 from fastweights.ops.gpu.linear_attention.launch import Call, Inputs
@@ -141,12 +141,12 @@ def compare(
     q, k, v, dy = (x.to(call.dtype) for x in (q, k, normal(3, S, H, call.M) + mean, normal(3, T, H, call.M)))
     lengths = torch.tensor([[S], [S // 3], [0]], device=device)
     mask = torch.arange(S, device=device) < lengths if call.masked else None
-    phi: Features | RandomFeatures = call.features
+    phi: Features | MapFeatures = call.features
     vectors = None
     if call.features.m:
         vectors = normal(call.features.m, call.R).to(torch.promote_types(call.dtype, torch.float32))
         vectors *= call.features.inner
-        phi = RandomFeatures(vectors, call.features.inner)
+        phi = MapFeatures(Drawn(vectors, call.features.inner))
     exact = q_, k_, v_ = tuple(x.double().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
         want = weighted(q_, k_, v_, mask, phi, call.normalized)
@@ -165,7 +165,7 @@ def weighted(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    features: Features | MapFeatures | RandomFeatures,
+    features: Features | MapFeatures,
     normalized: bool,
 ) -> Tensor:
     """Compute linear attention from all weights."""
