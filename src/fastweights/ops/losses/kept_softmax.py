@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastweights.common.transforms import refuse_tangent
 from fastweights.ops.cpu.products import outer_product, product
+from fastweights.ops.cpu.softmax import softmax_nll
 from fastweights.ops.fused.function import FusedFunction, Kernels
 from fastweights.ops.losses.adaptive_softmax import Part, parts_of, tiled_nll
 
@@ -51,8 +52,9 @@ def _tiles(tensors: Tensors, settings: Tensors) -> Iterator[tuple[Part, Any, Ten
             yield part, rows, entries
 
 
-def _log_softmax(part: Part, hidden: Tensor) -> Tensor:
-    return torch.log_softmax(product(hidden, part.weight, part.bias), -1)
+def _softmax(part: Part, hidden: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the probabilities of a tile and the losses of its targets."""
+    return softmax_nll(product(hidden, part.weight, part.bias), entries)
 
 
 def _forward(tensors: Tensors, settings: Tensors) -> tuple[Tensor, ...]:
@@ -60,11 +62,11 @@ def _forward(tensors: Tensors, settings: Tensors) -> tuple[Tensor, ...]:
     nll = hidden.new_zeros(len(hidden))
     kept: list[Tensor] = []
     for part, rows, entries in _tiles(tensors, settings):
-        log_p = _log_softmax(part, hidden[rows])
-        nll[rows] -= log_p.gather(1, entries.unsqueeze(1)).squeeze(1)
-        bytes_left -= log_p.nbytes
+        p, losses = _softmax(part, hidden[rows], entries)
+        nll[rows] += losses
+        bytes_left -= p.nbytes
         if bytes_left >= 0:
-            kept.append(log_p.exp_())
+            kept.append(p)
     return nll, *kept
 
 
@@ -74,7 +76,7 @@ def _backward(grads: Tensors, tensors: Tensors, settings: Tensors, kept: Tensors
     d_hidden, d_weight, d_bias, d_cluster_weight, d_cluster_bias = gradients
     for i, (part, rows, entries) in enumerate(_tiles(tensors, settings)):
         h, g = hidden[rows], grads[0][rows]
-        p = kept[i] if i < len(kept) else _log_softmax(part, h).exp_()
+        p = kept[i] if i < len(kept) else _softmax(part, h, entries)[0]
         gh = h * g.unsqueeze(1)
         d_hidden[rows] += (product(p, part.weight.mT) - part.weight[entries]) * g.unsqueeze(1)
         rows_of_weight = outer_product(p, gh).contiguous().index_add_(0, entries, gh, alpha=-1)
