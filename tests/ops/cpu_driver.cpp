@@ -14,7 +14,12 @@
 
 extern "C" int fastweights_forward(const void* call, int wide);
 extern "C" int fastweights_backward(const void* call, int wide);
+extern "C" void fastweights_features(const void* call);
+extern "C" void fastweights_gated_norm(const void* call);
+extern "C" void fastweights_linear_attention(const void* call);
 extern "C" void fastweights_short_convolution(const void* call);
+extern "C" void fastweights_softmax(const void* call);
+extern "C" void fastweights_step(const void* plan, const void* call);
 extern "C" void fastweights_threads(int32_t (*parallel)(int64_t, int64_t, int64_t, ParallelFunc, void*),
                                     int32_t (*number)(uint32_t*));
 
@@ -40,16 +45,22 @@ void read(void* into, size_t size) {
   if (size && std::fread(into, size, 1, stdin) != 1) std::exit(1);
 }
 
-int run(const char* name, const void* call, int wide) {
+int run(const char* name, const void* plan, const void* call, int wide) {
   if (!std::strcmp(name, "fastweights_forward")) return fastweights_forward(call, wide);
   if (!std::strcmp(name, "fastweights_backward")) return fastweights_backward(call, wide);
+  if (!std::strcmp(name, "fastweights_features")) return fastweights_features(call), 0;
+  if (!std::strcmp(name, "fastweights_gated_norm")) return fastweights_gated_norm(call), 0;
+  if (!std::strcmp(name, "fastweights_linear_attention")) return fastweights_linear_attention(call), 0;
   if (!std::strcmp(name, "fastweights_short_convolution")) return fastweights_short_convolution(call), 0;
+  if (!std::strcmp(name, "fastweights_softmax")) return fastweights_softmax(call), 0;
+  if (!std::strcmp(name, "fastweights_step")) return fastweights_step(plan, call), 0;
   std::fprintf(stderr, "cpu_driver.cpp does not know %s\n", name);
   std::exit(1);
 }
 
 struct Piece {
   int64_t offset, size;  // of the pointer in the call; of what it points at
+  int64_t first;         // piece that stands in the same memory
 };
 
 }  // namespace
@@ -57,25 +68,29 @@ struct Piece {
 int main() {
   fastweights_threads(parallel, number);
   for (char name[64]; std::fread(name, sizeof(name), 1, stdin) == 1;) {
-    int64_t header[4];
+    int64_t header[5];
     read(header, sizeof(header));
-    const auto [wide, wanted, size, count] = header;
+    const auto [wide, wanted, plan_size, size, count] = header;
     threads = static_cast<uint32_t>(wanted);
+    auto plan = std::make_unique<char[]>(plan_size);
+    read(plan.get(), plan_size);
     auto call = std::make_unique<char[]>(size);
     read(call.get(), size);
     std::vector<Piece> pieces(count);
     read(pieces.data(), count * sizeof(Piece));
     std::vector<std::unique_ptr<char[]>> memory;
-    for (const Piece& piece : pieces) {
-      memory.push_back(std::make_unique<char[]>(piece.size));
-      read(memory.back().get(), piece.size);
-      const char* data = memory.back().get();
+    for (int64_t i = 0; i < count; ++i) {
+      const Piece& piece = pieces[i];
+      const bool own = piece.first == i;
+      memory.push_back(own ? std::make_unique<char[]>(piece.size) : nullptr);
+      if (own) read(memory.back().get(), piece.size);
+      const char* data = memory[piece.first].get();
       std::memcpy(call.get() + piece.offset, &data, sizeof(data));
     }
-    const int64_t outcome = run(name, call.get(), static_cast<int>(wide));
+    const int64_t outcome = run(name, plan.get(), call.get(), static_cast<int>(wide));
     std::fwrite(&outcome, sizeof(outcome), 1, stdout);
     for (int64_t i = 0; i < count; ++i) {
-      if (pieces[i].size) std::fwrite(memory[i].get(), pieces[i].size, 1, stdout);
+      if (memory[i] && pieces[i].size) std::fwrite(memory[i].get(), pieces[i].size, 1, stdout);
     }
     std::fflush(stdout);
   }

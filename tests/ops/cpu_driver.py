@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from fastweights.ops.cpu import backend, short_convolution
-from fastweights.ops.cpu.compiler import FLAGS, SOURCES, run_compiler
+from fastweights.ops import backends
+from fastweights.ops.cpu import backend, features, gated_norm, linear_attention, short_convolution, softmax, step
+from fastweights.ops.cpu.compiler import FLAGS, run_compiler
 from fastweights.ops.cpu.views import View
 
 
@@ -17,7 +18,7 @@ def build_driver(compiler, options, folder):
     """Compile the backend and the driver into one program, and return its path."""
     program = folder / "driver"
     driver = Path(__file__).with_suffix(".cpp")
-    run_compiler(compiler, [*FLAGS, *options, "-pthread", f"-I{SOURCES}", str(driver)], program)
+    run_compiler(compiler, [*FLAGS, *options, "-pthread", str(driver)], program)
     return program
 
 
@@ -38,39 +39,57 @@ class Driver:
             return address
 
         monkeypatch.setattr(torch.Tensor, "data_ptr", data_ptr)
-        for module in (backend, short_convolution):
+        for module in (backend, features, gated_norm, linear_attention, short_convolution, softmax, step):
             monkeypatch.setattr(module, "library", lambda: self)
+        # The step of a call that was prepared before would run where it was prepared.
+        monkeypatch.setattr(backends, "EXECUTABLES", {})
 
     def __getitem__(self, name):
         return partial(self.run, name)
 
     __getattr__ = __getitem__
 
-    def run(self, name, reference, wide=0):
-        call = reference._obj
+    def run(self, name, *arguments):
+        plan, call, wide = b"", arguments[0], 0
+        if name == "fastweights_step":
+            plan, call = arguments
+        else:
+            call, wide = call._obj, sum(arguments[1:])
+        # Several pointers may be to the same memory, as those of a state that is overwritten.
         pieces = [(offset, data, size) for offset, data, size in self.pieces(call) if data]
-        header = struct.pack("64s4q", name.encode(), wide, torch.get_num_threads(), ctypes.sizeof(call), len(pieces))
-        table = b"".join(struct.pack("2q", offset, size) for offset, _, size in pieces)
-        contents = b"".join(ctypes.string_at(data, size) for _, data, size in pieces)
+        places = [data for _, data, _ in pieces]
+        firsts = [places.index(data) for data in places]
+        contents = [(data, size) for i, (_, data, size) in enumerate(pieces) if firsts[i] == i]
+        sizes = wide, torch.get_num_threads(), len(plan), len(bytes(call)), len(pieces)
+        table = b"".join(
+            struct.pack("3q", offset, size, first) for (offset, _, size), first in zip(pieces, firsts, strict=True)
+        )
+        message = [struct.pack("64s5q", name.encode(), *sizes), plan, bytes(call), table]
         self.sizes.clear()
         try:
-            self.process.stdin.write(header + bytes(call) + table + contents)
+            self.process.stdin.write(b"".join([*message, *(ctypes.string_at(*content) for content in contents)]))
             self.process.stdin.flush()
         except BrokenPipeError:
             self.fail()
         (outcome,) = struct.unpack("q", self.read(8))
-        for _, data, size in pieces:
+        for data, size in contents:
             ctypes.memmove(data, self.read(size), size)
         return outcome
 
-    def pieces(self, call):
+    def pieces(self, call, start=0):
         """Offset in the call, address and size in bytes of everything that it points at."""
+        if isinstance(call, bytes):
+            for i, (data,) in enumerate(struct.iter_unpack("q", call)):
+                yield 8 * i, data, self.sizes[data] if data else 0
+            return
         for name, kind in call._fields_:
-            offset, field = getattr(type(call), name).offset, getattr(call, name)
+            offset, field = start + getattr(type(call), name).offset, getattr(call, name)
             if kind is View or kind is ctypes.c_void_p:
                 data = field.data if kind is View else field
                 yield offset, data, self.sizes[data] if data else 0
-            elif field and kind is not ctypes.c_int64:  # the bounds of sequences
+            elif isinstance(field, ctypes.Structure):
+                yield from self.pieces(field, offset)
+            elif isinstance(field, ctypes._Pointer) and field:  # the bounds of sequences
                 yield offset, ctypes.addressof(field.contents), 8 * (call.N + 1)
 
     def read(self, size):

@@ -9,7 +9,11 @@ import torch
 
 from fastweights.ops.cpu import build
 from fastweights.ops.cpu.compiler import NATIVE, NEON, find_compiler
+from fastweights.ops.cpu.softmax import softmax_nll
+from fastweights.ops.fused.gated_norm import gated_rms_norm, plain_norm
 from fastweights.ops.fused.short_convolution import short_convolution
+from fastweights.ops.normalization import smooth_l2_normalize
+from tests.ops import test_cpu_step, test_fused_features, test_linear_attention_cpu
 from tests.ops.calls import FAMILY, gradients, random_call, relative_error
 from tests.ops.cpu_driver import Driver, build_driver
 from tests.ops.test_cpu_backend import everything, expected, packed_call
@@ -57,6 +61,76 @@ def check_convolutions():
             assert errors < TOLERANCES[dtype]
 
 
+def check_norms():
+    for dtype in TOLERANCES:
+        tensors = [torch.randn(size).to(dtype).requires_grad_() for size in ((2, 3, 2, 37), (37,), (2, 3, 2, 37))]
+        exact = [x.detach().double().requires_grad_() for x in tensors]
+        found, wanted = gated_rms_norm(*tensors, "silu"), plain_norm(*exact, "silu", 1e-5, 1.0)[0]
+        errors = relative_error([found, *gradients([found], tensors)], [wanted, *gradients([wanted], exact)])
+        assert errors < 2 * TOLERANCES[dtype]
+
+
+def check_softmax():
+    """Rows longer and shorter than what is taken at once."""
+    for dtype in (torch.float64, torch.float32):
+        for size in (3, 1100):
+            logits, targets = 5 * torch.randn(9, size, dtype=dtype), torch.randint(size, (9,))
+            exact = logits.double().log_softmax(-1)
+            wanted = [exact.exp(), -exact.gather(1, targets[:, None]).squeeze(1)]
+            assert relative_error(softmax_nll(logits.clone(), targets), wanted) < TOLERANCES[dtype]
+
+
+def check_features():
+    for dtype in TOLERANCES:
+        for name in test_fused_features.MAPS:
+            for norm in test_fused_features.NORMS if dtype == torch.float64 else (smooth_l2_normalize,):
+                for R in (5, 17):
+                    features, tensors = test_fused_features.make(name, norm, R), test_fused_features.heads(R, dtype)
+                    exact = [x.detach().double().requires_grad_() for x in tensors]
+                    found = test_fused_features.everything(
+                        test_fused_features.fused, tensors, features, False, dtype, False
+                    )
+                    wanted = test_fused_features.everything(
+                        test_fused_features.plain, exact, features, False, torch.float64, False
+                    )
+                    assert relative_error(found, wanted) < 2 * TOLERANCES[dtype]
+
+
+def check_linear_attention():
+    """By the memory and by the weights, read from what was written, with padding."""
+    for dtype in TOLERANCES:
+        for name in ("elu", "favor") if dtype == torch.float64 else ("dpfp",):
+            for sizes in ((3, 5, 2, 17, 33), (40, 300, 1, 5, 3)):
+                call = test_linear_attention_cpu.random_call(name, sizes, dtype)
+                found, wanted = (
+                    test_linear_attention_cpu.everything(run, call) for run in test_linear_attention_cpu.WAYS
+                )
+                assert relative_error(found, wanted) < 4 * TOLERANCES[dtype]
+                test_linear_attention_cpu.check_state(call, 4 * TOLERANCES[dtype])
+
+
+def check_steps():
+    """One token or a few: every rule, maps, sequences that are packed, and states that are overwritten."""
+    for rule in (*FAMILY, *DECAYS):
+        for normalization in (None, "attention"):
+            inputs = test_cpu_step.problem(random_call(rule, normalization, 2, 2, 3, 7, 37))
+            want = test_cpu_step.expected(inputs)
+            empty = replace(inputs, W=None, z=None, attention=normalization is not None)
+            assert relative_error(test_cpu_step.run(empty), test_cpu_step.expected(empty)) < 1e-12
+            assert relative_error(test_cpu_step.run(replace(inputs, in_place=True)), want) < 1e-12
+    for phi in test_cpu_step.FEATURES.values():
+        call = random_call("gated_delta", None, 2, 2, 2, 5, 18).to(torch.bfloat16)
+        inputs = replace(test_cpu_step.problem(call), features=phi, W=torch.randn(2, 2, phi.size(5), 18))
+        exact = [x.double() for x in (call.q, call.k, call.v)]
+        wide = replace(inputs, W=inputs.W.double(), gates={name: x.double() for name, x in call.gates.items()})
+        wanted = test_cpu_step.expected(replace(wide, q=exact[0], k=exact[1], v=exact[2]))
+        assert relative_error(test_cpu_step.run(inputs), wanted) < 2 * TOLERANCES[torch.bfloat16]
+    call, bounds = packed_call(6, [0, 1, 1, 3, 5, 6], 2, 5, 4)
+    starts = torch.arange(6)[None] == 4
+    inputs = test_cpu_step.problem(call, cu_seqlens=bounds, starts=starts)
+    assert relative_error(test_cpu_step.run(inputs), test_cpu_step.expected(inputs)) < 1e-12
+
+
 def grouped(call, group):
     return replace(call, q=call.q[:, :, ::group], k=call.k[:, :, ::group])
 
@@ -73,6 +147,11 @@ def test_sanitizers_find_nothing(tmp_path, driven, monkeypatch):
         call, bounds = packed_call(171, [0, 0, 5, 5, 70, 71, 171, 171], 2, 17, 3)
         check(call, dtype, bounds)
     check_convolutions()
+    check_norms()
+    check_softmax()
+    check_features()
+    check_linear_attention()
+    check_steps()
     # And they would: here every tensor ends a byte before the C++ is told.
     Driver(monkeypatch, program, short_by=1)
     with pytest.raises(AssertionError, match="heap-buffer-overflow"):
@@ -89,3 +168,6 @@ def test_an_arm_processor_agrees_with_the_reference(tmp_path, driven):
         call, bounds = packed_call(80, [0, 0, 5, 80], 2, 64, 3)
         check(call, dtype, bounds)
     check_convolutions()
+    check_features()
+    check_linear_attention()
+    check_steps()
