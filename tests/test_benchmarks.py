@@ -116,14 +116,15 @@ def test_lm_compares_and_writes_what_it_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(lm, "make", lambda *arguments, **changes: make(*arguments, **{**SHORT, **changes}))
     out = tmp_path / "lm.json"
     options = ["--sizes", "tiny", "--models", "delta,transformer", "--ways", "plain,bf16,fast", "--device", "cpu"]
-    result = CliRunner().invoke(app, ["bench", "lm", "--out", str(out), "--steps", "1", "--compared", "2", *options])
+    options += ["--segments", "5", "--steps", "1", "--compared", "2"]
+    result = CliRunner().invoke(app, ["bench", "lm", "--out", str(out), *options])
     rows = json.loads(out.read_text())["rows"]
-    assert [(row["size"], row["model"], row["data"]) for row in rows] == [
-        ("tiny", "delta", "zipf"),
-        ("tiny", "transformer", "zipf"),
+    assert [(row["size"], row["model"], row["segment"], row["data"]) for row in rows] == [
+        ("tiny", "delta", 5, "zipf"),
+        ("tiny", "transformer", 5, "zipf"),
     ]
     for row in rows:
-        assert row["plain"]["words_per_s"] == pytest.approx(12 / (1e-3 * row["plain"]["step_ms"]))
+        assert row["plain"]["words_per_s"] == pytest.approx(10 / (1e-3 * row["plain"]["step_ms"]))
         # A failure is recorded beside what did not fail, and is one of the whole.
         assert "CUDA graph needs a CUDA device" in row["fast"]["failure"]
         assert "CUDA graph needs a CUDA device" in row["agreement"]["failure"]

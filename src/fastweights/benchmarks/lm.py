@@ -76,13 +76,15 @@ class Way(NamedTuple):
     change: Callable[[LanguageModel], None] | None = None
 
 
-# "torch" is plain without any kernel of ours, "stock" has none but the memory's.
+# "torch" is plain without any kernel of ours, "stock" has none but the memory's. "default" is what
+# `train lm` does without options.
 WAYS: dict[str, Way] = {
     "torch": Way(
         {"precision": "32-true"},
         {AdaptiveSoftmax: "dense", FeedForward: "dense", FastWeightAttention: "chunked"},
     ),
     "plain": Way({"precision": "32-true"}, {AdaptiveSoftmax: "dense"}),
+    "default": Way({"precision": "32-true"}),
     "bf16": Way({"precision": "bf16-mixed"}),
     "graph": Way({"precision": "bf16-mixed", "graph": True}),
     "compiled": Way({"precision": "bf16-mixed", "compile": "default"}),
@@ -208,16 +210,17 @@ def tidy(device: str) -> None:
 
 
 def case(
-    corpus: Corpus, size: str, model: str, ways: Sequence[str], device: str, steps: int, compared: int
+    corpus: Corpus, size: str, model: str, ways: Sequence[str], device: str, steps: int, compared: int, segment: int = 0
 ) -> dict[str, Any]:
-    """Measure one model: agreement first, then the speed of each way."""
-    row: dict[str, Any] = {"size": size, "model": model, "data": corpus.manifest["name"]}
+    """Measure one model, with a segment that may be other than its recipe's: agreement, then the speed of each way."""
+    changes = {"segment": segment} if segment else {}
+    row: dict[str, Any] = {"size": size, "model": model, "data": corpus.manifest["name"], **changes}
     same = [way for way in ways if WAYS[way].change is None]
     if compared and len(same) > 1:
-        row["agreement"] = attempt(agreement, corpus, size, model, same, device, compared)
+        row["agreement"] = attempt(agreement, corpus, size, model, same, device, compared, **changes)
     for way in ways:
         tidy(device)
-        row[way] = attempt(lambda way=way: measure(make(corpus, size, model, way, device), steps))
+        row[way] = attempt(lambda way=way: measure(make(corpus, size, model, way, device, **changes), steps))
     tidy(device)
     return row
 
@@ -232,6 +235,7 @@ def run(
     ways: Annotated[
         str, option(f"Ways of training, from {', '.join(WAYS)}; others are compared with the first.")
     ] = "plain,fast",
+    segments: Annotated[str | None, option("Tokens of a segment, such as 64,256.", "those of the preset")] = None,
     corpus: Annotated[Path | None, option("A prepared corpus.", "random words, as frequent as in text")] = None,
     device: Gpu = "cuda",
     steps: Annotated[int, typer.Option(min=1, help="Updates in each of five timed blocks.")] = 20,
@@ -239,15 +243,19 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Time the training of the paper's language models, plain and fast, and check that both learn the same."""
-    check_device(device, "bench lm", "--sizes tiny --ways torch,plain")
+    check_device(device, "bench lm", "--sizes quick --ways default")
     which = chosen_names(WAYS, ways, "way of training")
-    cases = product(chosen_names(RECIPES, sizes, "size"), chosen_names(MODELS, models, "model"))
+    lengths = [0] if segments is None else [int(length) for length in segments.split(",")]
+    if segments is not None and min(lengths) < 1:
+        raise ValueError(f"segments are of at least 1 token, got {segments}")
+    cases = product(chosen_names(RECIPES, sizes, "size"), lengths, chosen_names(MODELS, models, "model"))
     record = Record("lm", device, SEED, out, as_json)
     loaded = None if corpus is None else Corpus.load(corpus)
-    for size, model in cases:
+    for size, length, model in cases:
         text = loaded or random_corpus(size)
-        record.console.print(f"{size} {model}, on {text.manifest['name']}", style="dim")
-        record.add(case(text, size, model, which, device, steps, compared))
+        name = f"{size} {model}, segments of {length}" if length else f"{size} {model}"
+        record.console.print(f"{name}, on {text.manifest['name']}", style="dim")
+        record.add(case(text, size, model, which, device, steps, compared, length))
     record.finish(_table(record.rows, which))
     if not all(_right(row, which) for row in record.rows):
         raise typer.Exit(1)
@@ -268,19 +276,23 @@ def _right(row: dict[str, Any], ways: Sequence[str]) -> bool:
 
 
 def _table(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> Table:
-    table = Table("size", "model", "", "words/s", "ms a step", "peak GiB", "gain", "first losses differ by")
+    table = Table("size", "model", "segment", "", "words/s", "ms a step", "peak GiB", "gain", "first losses differ by")
     for row in rows:
         for way in ways:
             found, first = row[way], row[ways[0]]
             if "failure" in found:
-                table.add_row(row["size"], row["model"], way, found["failure"])
+                table.add_row(*_name(row), way, found["failure"])
                 continue
             compared = row.get("agreement", {})
             off = compared.get("failure") or compared.get("largest_difference", {}).get(way)
             table.add_row(
-                *(row["size"], row["model"], way, f"{found['words_per_s']:,.0f}", f"{found['step_ms']:.2f}"),
+                *(*_name(row), way, f"{found['words_per_s']:,.0f}", f"{found['step_ms']:.2f}"),
                 f"{found['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in found else "-",
                 f"{found['words_per_s'] / first['words_per_s']:.1f} x" if "failure" not in first else "-",
                 f"{off:.1e}" if isinstance(off, float) else off or "-",
             )
     return table
+
+
+def _name(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["size"], row["model"], str(row.get("segment", RECIPES[row["size"]]["segment"]))
