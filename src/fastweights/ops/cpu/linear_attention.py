@@ -40,7 +40,9 @@ def refuses(tensors: Tensors, settings: Tensors) -> str | None:
         return "there is nothing to compute"
     if not q.dtype == k.dtype == v.dtype or k.shape[:3] != v.shape[:3]:
         return "keys and values do not go together"
-    return None if mask is None or mask.device.type == "cpu" else "the mask is not on the CPU"
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != k.shape[:2] or mask.device.type != "cpu"):
+        return "the mask is not one truth value for each key"
+    return None
 
 
 def refuses_reading(q: Tensor, W: Tensor, z: Tensor | None, features: AnyFeatures) -> str | None:
