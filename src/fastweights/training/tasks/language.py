@@ -71,10 +71,8 @@ class LanguageTask(Task):
         # Layers refuse what a configuration cannot know, such as the options of a feature map.
         with torch.device("meta"):
             self.n_parameters = LanguageModel(self.model).n_parameters
-        tokenizer, documents = self.corpus.tokenizer, self.documents
-        self._streams = {
-            split: mark_documents(self.corpus.split(split), tokenizer, documents) for split in ("train", "valid")
-        }
+        tokenizer, streams = self.corpus.tokenizer, {"train": self.corpus.train, "valid": self.corpus.valid}
+        self._streams = {split: mark_documents(stream, tokenizer, self.documents) for split, stream in streams.items()}
         self._segments: dict[tuple[int, int], Segments | ShuffledSegments] = {}
         self._check_cut("train", self._cut)
         self._check_cut("valid", lambda: self._streams["valid"].segments(self.eval_batch, self.segment))
