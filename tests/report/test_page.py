@@ -74,7 +74,7 @@ def test_the_headline_says_what_was_run_how(built):
     full, part, rest = re.split(r'<div class="card \w+">', header)[1:]
     assert "nothing yet" in full
     assert "<p>Figures 1 to 3, 5: small scale</p>" in part and "<p>Table 1: Europarl, 2,000 updates</p>" in part
-    assert "Figure 4" in rest and "Tables 2 and 3, 5 and 6" in rest and "Speed and memory" in rest
+    assert "Figure 4" in rest and "Tables 2 and 3, 5 and 6" in rest and "speed and memory" in rest
     claims = [claim for chapter in built.chapters.values() for claim in chapter.claims]
     assert f"Of {len(claims)} statements, {tally(claims)}" in header
 
