@@ -50,6 +50,13 @@ def test_the_layer_takes_it():
 
 
 @inside
+def test_a_bias_with_any_stride():
+    x, w1, bias, w2 = torch.randn(2, 3), torch.randn(5, 3), torch.randn(10)[::2], torch.randn(3, 5)
+    y, _ = launch.forward(x, w1, bias, w2, new_seed(CPU), 0.0)
+    torch.testing.assert_close(y, (x @ w1.mT + bias).relu() @ w2.mT)
+
+
+@inside
 def test_gradcheck():
     fused, _ = layers()
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)

@@ -34,7 +34,7 @@ def forward(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, seed: Tensor, p: floa
 
     from fastweights.ops.gpu.feedforward.kernels import widen
 
-    x, w1, n = x.contiguous(), w1.contiguous(), len(x)
+    x, w1, b1, n = x.contiguous(), w1.contiguous(), b1.contiguous(), len(x)
     middle = x.new_empty(n, len(w1))
     acc = tl.float64 if x.dtype == torch.float64 else tl.float32
     options, grid, resources = _plan(x, len(w1), p, threshold=min(round(p * 2**32), 2**32 - 1), acc=acc)
