@@ -276,7 +276,7 @@ def _right(row: dict[str, Any], ways: Sequence[str]) -> bool:
 
 
 def _table(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> Table:
-    table = Table("size", "model", "segment", "", "words/s", "ms a step", "peak GiB", "gain", "first losses differ by")
+    table = Table("size", "model", "", "words/s", "ms a step", "peak GiB", "gain", "first losses differ by")
     for row in rows:
         for way in ways:
             found, first = row[way], row[ways[0]]
@@ -294,5 +294,5 @@ def _table(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> Table:
     return table
 
 
-def _name(row: dict[str, Any]) -> tuple[str, str, str]:
-    return row["size"], row["model"], str(row.get("segment", RECIPES[row["size"]]["segment"]))
+def _name(row: dict[str, Any]) -> tuple[str, str]:
+    return row["size"], f"{row['model']}, {row['segment']}" if "segment" in row else row["model"]
