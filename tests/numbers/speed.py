@@ -230,6 +230,15 @@ def _():
     yield from (1e3 * speed.PAPER[model][0] for model in ("delta", "transformer"))
 
 
+@source("docs/training-speed.md", "| | ms, segments of 64 |")
+def _():
+    yield from (64, 256)
+    for model in ("delta", "transformer"):
+        for segment in (64, 256):
+            found = row("lm-cpu", model=model, segment=segment)["default"]
+            yield from (found["step_ms"], found["words_per_s"])
+
+
 def small_step():
     """Return the small model, its words in one update, and the bytes of one wide layer of a block."""
     recipe, model = presets.RECIPES["small"], presets.PRESETS["small"]()
