@@ -56,7 +56,6 @@ def test_gradcheck_across_chunks(rule, normalization, monkeypatch):
 def test_any_chunk(chunk, threads, rule, monkeypatch):
     torch.set_num_threads(threads)
     monkeypatch.setattr(cpu.OPERATOR, "chunk_length", lambda D, M: chunk)
-    monkeypatch.setattr(cpu.OPERATOR, "longest_per_key", chunk)
     call = random_call(rule, "attention", 1, 49, 2, 21, 19)
     assert relative_error(everything(call), expected(call)) < 1e-12
 

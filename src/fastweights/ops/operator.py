@@ -285,7 +285,6 @@ class ChunkedOperator(Operator):
         chunk_starts: from q, cu_seqlens and a chunk's length to the row and time of the first token of each chunk, in
             the order in which states are kept.
         chunk_length: from D and M to the length of a chunk.
-        longest_per_key: the most tokens of a chunk with decays per key channel.
     """
 
     def __init__(
@@ -296,7 +295,6 @@ class ChunkedOperator(Operator):
         chunk_starts: Callable[..., list[tuple[int, int]]],
         chunk_length: Callable[[int, int], int],
         device_types: str | None = None,
-        longest_per_key: int | None = None,
     ) -> None:
         def forward_in_order(
             tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool, chunk: int, log: bool
@@ -318,7 +316,7 @@ class ChunkedOperator(Operator):
 
         functions = (forward_in_order, backward_in_order)
         super().__init__(name, *functions, "SymInt chunk, bool log", {"before": 1}, empty, device_types=device_types)
-        self.chunk_length, self.longest_per_key = chunk_length, longest_per_key
+        self.chunk_length = chunk_length
 
     def recurrence(self, *inputs: Any, eager: bool = False, log: bool = False) -> tuple[Tensor, Tensor]:
         """Compute the recurrence, as `ops.family.Recurrence` has it; with `log`, a is the logarithm of the decays."""
@@ -326,8 +324,6 @@ class ChunkedOperator(Operator):
         if log and a is not None:
             inputs = (q, k, v, a.clamp(min=LOG_OF_ZERO), *rest)
         chunk = self.chunk_length(k.shape[-1], v.shape[-1])
-        if self.longest_per_key is not None and a is not None and a.dim() == 4:
-            chunk = min(chunk, self.longest_per_key)
         y, W_end = self.bind((chunk, log), eager, wants_gradients(*inputs[:7]))(*inputs)
         return y, W_end
 

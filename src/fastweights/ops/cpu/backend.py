@@ -23,8 +23,6 @@ from fastweights.ops.features import PLAIN
 from fastweights.ops.operator import ChunkedOperator, number_of_chunks
 from fastweights.ops.spec import Backend, Executable, Refusal, Spec, prepare_mapped
 
-# With decays per key channel, the work within a chunk grows with its length as that of every product of keys does.
-LONGEST_PER_KEY = 32
 NO_MEMORY, FINITE = 0, 1
 # What the C++ writes for the tokens of sequences; after the last sequence it is 0.
 WRITTEN = ("y", "dq", "dk", "dv", "da", "de", "dw")
@@ -140,7 +138,7 @@ def backward(
     return [*(grads[f"d{name}"].to(x.dtype) for name, x in named if x is not None), dW_start], finite
 
 
-OPERATOR = ChunkedOperator("cpu", forward, backward, _chunk_starts, chunk_length, "cpu", LONGEST_PER_KEY)
+OPERATOR = ChunkedOperator("cpu", forward, backward, _chunk_starts, chunk_length, "cpu")
 recurrence = OPERATOR.recurrence
 
 

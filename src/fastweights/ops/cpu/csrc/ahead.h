@@ -2,6 +2,7 @@
 // forgets the others.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 class Ahead {
@@ -14,17 +15,20 @@ class Ahead {
     if (rows_ < kMost && count > 0) waiting_[rows_++] = {data, stride, count, size, write};
   }
 
-  // To be called between other things, many times for what was added.
-  void ask() {
-    if (next_ == rows_) return;
-    Rows& rows = waiting_[next_];
-    // A product of a chunk's tokens has about as many parts as a sixth of them, and there are six or more products.
-    for (int i = 0; i < kAtOnce && rows.count; ++i, --rows.count, rows.data += rows.stride) {
-      for (int64_t j = 0; j < rows.size; j += kLine) {
-        rows.write ? __builtin_prefetch(rows.data + j, 1, 2) : __builtin_prefetch(rows.data + j, 0, 2);
+  // To be called between other things, many times for what was added: asks for that many rows.
+  void ask(int64_t most = kAtOnce) {
+    while (most > 0 && next_ < rows_) {
+      Rows& rows = waiting_[next_];
+      const int64_t count = std::min(most, rows.count);
+      const char* data = rows.data;
+      for (int64_t i = 0; i < count; ++i, data += rows.stride) {
+        for (int64_t j = 0; j < rows.size; j += kLine) {
+          rows.write ? __builtin_prefetch(data + j, 1, 2) : __builtin_prefetch(data + j, 0, 2);
+        }
       }
+      rows.data = data, rows.count -= count, most -= count;
+      if (!rows.count) ++next_;
     }
-    if (!rows.count) ++next_;
   }
 
  private:
@@ -33,6 +37,7 @@ class Ahead {
     int64_t stride, count, size;
     bool write;
   };
+  // A product of a chunk's tokens has about as many parts as a sixth of them, and there are six or more products.
   static constexpr int kMost = 8, kAtOnce = 6;
   static constexpr int64_t kLine = 64;
   Rows waiting_[kMost];

@@ -1,16 +1,16 @@
-// One chunk of one head: a handful of small matrix products, forwards and backwards, with the names and equations of
-// ops/chunked.
+// One chunk of one head, forwards and backwards, in rows of float or double: its tokens, and the passes over them four
+// at a time.
 #pragma once
 
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 
+#include "ahead.h"
 #include "call.h"
-#include "per_key.h"
+#include "products.h"
+#include "quad_gradients.h"
 #include "simd.h"
-#include "triangle.h"
-#include "weights.h"
 
 // Some columns of the state of one sequence and head, and the chunks of its time.
 struct Job {
@@ -26,33 +26,35 @@ template <class R>
 class Chunk {
  public:
   Chunk(const Call& call, bool backward)
-      : call(call), decay(call.a.data), per_key(decay && call.per_key), per_head(decay && !per_key),
-        erase(call.e.data), write(call.w.data), D(call.D), C(call.C), Dp(padded<R>(D)), Mp(padded<R>(call.M)),
-        Cp((C + kSquare<R> - 1) / kSquare<R> * kSquare<R>) {
-    const int64_t states = Dp * Mp, squares = Cp * Cp, keyed = Cp * Dp, valued = Cp * Mp;
+      : call(call), decay(call.a.data), per_key(decay && call.per_key), erase(call.e.data), write(call.w.data),
+        D(call.D), C(call.C), Dp(padded<R>(D)), Mp(padded<R>(call.M)), width(per_key ? Dp : 1),
+        tokens((C + kSquare<R> - 1) / kSquare<R> * kSquare<R>),
+        by_products(!per_key && D * call.M > kQuadsUpTo * kQuadsUpTo), products(rows, tokens, decay, erase, write) {
+    const int64_t quads = tokens / kQuad, keyed = tokens * Dp, valued = tokens * Mp, block = Dp * kBlock;
     for (int pass = 0; pass < 2; ++pass) {
       size = 0;
-      for (R** x : {&q, &k, &k_T}) claim(x, keyed);
-      for (R** x : {&v, &rest, &u, &y}) claim(x, valued);
-      for (R** x : {&weights.reach, &weights.keys, &weights.products, &weights.system}) claim(x, squares);
-      if (per_head) claim(&weights.scores, squares);
-      else weights.scores = weights.products;
-      for (R** x : {&e, &w, &taken, &dfade, &dkept, &dgate, &read}) claim(x, Cp);
-      for (R** x : {&a, &fade}) claim(x, per_key ? keyed : Cp);
-      for (R** x : {&last, &exponent, &dlast}) claim(x, Dp);
-      if (per_key) for (R** x : {&q_faded, &k_faded}) claim(x, keyed);
-      else q_faded = q, k_faded = k;
-      claim(&triangle.inverses, Cp * kSquare<R>);
-      weights.row = triangle.row = Cp;
-      weights.a = a, weights.e = e, weights.fade = fade, triangle.A = weights.system;
-      claim(&W, states);
+      for (R** x : {&rows.q, &rows.k}) claim(x, keyed);
+      for (R** x : {&rows.v, &rows.y}) claim(x, valued);
+      for (R** x : {&e, &w}) claim(x, tokens);
+      for (R** x : {&a, &lasts}) claim(x, tokens * width);
+      for (R** x : {&exponent, &total, &start}) claim(x, Dp);
+      claim(&factors, quads * kFactors);
+      claim(&W, Dp * Mp);
+      if (per_key) for (R** x : {&rows.fade, &rows.q_read, &rows.k_read, &rows.k_kept}) claim(x, keyed);
+      else rows.q_read = rows.q, rows.k_read = rows.k_kept = rows.k;
       if (backward) {
-        for (R** x : {&dq, &dk, &dread}) claim(x, keyed);
-        for (R** x : {&dy, &du, &u_T}) claim(x, valued);
-        for (R** x : {&dscores, &dsystem}) claim(x, squares);
-        for (R** x : {&dW, &W_T, &dW_T}) claim(x, states);
-        if (per_key) claim(&da, keyed);
-        if (per_key) claim(&past, C * (C + 1) / 2 * Dp);
+        for (R** x : {&rows.u, &rows.dy, &rows.du}) claim(x, valued);
+        for (R** x : {&rows.dq, &rows.dk, &rows.dread}) claim(x, keyed);
+        for (R** x : {&de, &dw}) claim(x, tokens);
+        claim(&da, tokens * width);
+        if (by_products) {
+          products.claim_room([&](R** x, int64_t count) { claim(x, count); });
+        } else {
+          claim(&dlasts, quads * Dp);
+          claim(&states, quads * block);
+          for (R** x : {&W_T, &dW_T}) claim(x, block);
+          claim(&past, kQuad * (kQuad + 1) / 2 * Dp);
+        }
       }
       if (pass == 0) {
         arena.reset(static_cast<R*>(std::aligned_alloc(kVectorBytes, size * sizeof(R))));
@@ -60,6 +62,8 @@ class Chunk {
         std::memset(arena.get(), 0, size * sizeof(R));
       }
     }
+    if (!decay) std::fill_n(a, tokens, R(1));
+    if (!write) std::fill_n(w, tokens, R(1));
   }
 
   bool ready() const { return arena != nullptr; }
@@ -73,67 +77,66 @@ class Chunk {
     for (int64_t c = 0; c < job.chunks(C); ++c) {
       load(c);
       expect(c, c + 1);
-      if (call.before) store_state(call.before, job.first + c, W);
-      relate();
-      solve();
-      product(n, M, D, {q_faded, Dp, 1}, W, Mp, {y, Mp, nullptr, 1, nullptr, per_head ? fade : nullptr});
-      product(n, M, n, {weights.scores, Cp, 1}, u, Mp, {y, Mp, y}, Part::lower);
-      store_rows(call.y, job.batch, time, n, job.head, job.column, M, y, Mp);
-      check(M, y, Mp);
-      // u is not needed any more, and what a step wrote has faded by Γ[C, t] when the chunk ends.
-      if (per_head) scale_rows(u, weights.kept());
-      product(D, M, n, per_key ? Operand<R>{k_T, Cp, 1} : Operand<R>{k, 1, Dp}, u, Mp, faded(W));
+      if (call.before) store_state(call.before, job.first + c);
+      relate(decay && call.log ? exponent : nullptr);
+      for (int64_t j = 0; j < M; j += kBlock) dispatch(j, [&](auto erases, auto vectors) { pass<erases, vectors>(j); });
+      store_rows(call.y, job.batch, time, n, job.head, job.column, M, rows.y, Mp);
+      check(M, rows.y, Mp);
     }
-    store_state(call.W_end, job.sequence, W);
+    store_state(call.W_end, job.sequence);
   }
 
   // Backwards through all chunks; `gradients` says whether to compute more than the gradients of the states.
   void backward(const Job& job, bool gradients) {
     begin(job);
-    if (call.dW_end) load_state(call.dW_end, job.sequence, dW);
-    else std::fill_n(dW, Dp * Mp, R(0));
+    if (call.dW_end) load_state(call.dW_end, job.sequence, W);
+    else std::fill_n(W, Dp * Mp, R(0));
     for (int64_t c = job.chunks(C) - 1; c >= 0; --c) {
-      reload(c);
-      if (gradients) differentiate();
-      else store_state(call.after, job.first + c, dW);
-      rewind();
+      if (!gradients) store_state(call.after, job.first + c);
+      go_back(c, gradients);
     }
-    store_state(call.dW_start, job.sequence, dW);
+    store_state(call.dW_start, job.sequence);
   }
 
   // The gradients of chunk c, the gradient of the state after it being known.
   void backward_alone(const Job& job, int64_t c) {
     begin(job);
-    load_state(call.after, job.first + c, dW);
-    reload(c);
-    differentiate();
+    load_state(call.after, job.first + c, W);
+    go_back(c, true);
   }
 
  private:
+  // Columns that are computed together, room for a quad, and the largest square state for which quads are faster
+  // backwards than products.
+  static constexpr int64_t kBlock = kQuadVectors * Simd<R>::lanes, kFactors = sizeof(Quad<R>) / sizeof(R),
+                           kQuadsUpTo = 32;
+
   const Call& call;
-  const bool decay, per_key, per_head, erase, write;
-  const int64_t D, C, Dp, Mp, Cp;
-  int64_t M = 0, n = 0, time = 0;  // columns of the job, steps of the chunk and the first of them
+  const bool decay, per_key, erase, write;
+  const int64_t D, C, Dp, Mp;
+  const int64_t width, tokens;  // of the decays of a token, and how many tokens there is room for
+  QuadRows<R> rows{D, Dp, Mp};
+  const bool by_products;
+  Products<R> products;
+  int64_t M = 0, n = 0, time = 0;  // columns of the job, tokens of the chunk and the first of them
   const Job* job = nullptr;
   struct Free {
     void operator()(R* x) const { std::free(x); }
   };
   std::unique_ptr<R[], Free> arena;
   int64_t size = 0;
-  // With decays per key, k_T ends as Γ[C, s] k_s, and q_faded and k_faded are γ_t q_t and γ_t k_t; otherwise just k and q.
-  R *q, *k, *k_T, *q_faded, *k_faded, *v, *u, *y, *rest;
-  // fade is γ, last is γ_C and exponent its logarithm; taken is what u takes of k W: e γ, or e.
-  R *a, *e, *w, *fade, *last, *exponent, *taken;
-  Weights<R> weights;
-  Triangle<R> triangle;
+  // Decays and gates, and of the former the sum of their logarithms and its exponential; room for quads, see Fading.
+  R *a, *e, *w, *exponent, *total, *start, *lasts, *factors;
+  // The state or, backwards, its gradient.
+  R* W;
+  // Gradients of decays and gates, and for a block of columns the states before every four tokens. With quads only:
+  // states transposed, products of their rows, and room.
+  R *da, *de, *dw, *states, *W_T, *dW_T, *dlasts, *past;
   Ahead ahead;
-  R *dfade, *dkept, *dlast, *dgate, *read, *da, *past;
-  R *W, *dW, *W_T, *dW_T;
-  R *dy, *du, *u_T, *dq, *dk, *dread, *dscores, *dsystem;
 
   void claim(R** x, int64_t count) {
     *x = arena ? arena.get() + size : nullptr;
-    size += count;
+    size += padded<R>(count);
   }
 
   void begin(const Job& next) {
@@ -141,39 +144,58 @@ class Chunk {
     M = next.columns;
   }
 
-  void load_state(const void* states, int64_t index, R* out) const {
-    const R* in = static_cast<const R*>(states) + (index * call.H + job->head) * D * call.M + job->column;
+  int64_t quads() const { return (n + kQuad - 1) / kQuad; }
+  Quad<R>& quad(int64_t i) const { return reinterpret_cast<Quad<R>*>(factors)[i]; }
+
+  // Calls work(erases, vectors) with what is known when compiling: whether the rule erases, and how many vectors of
+  // columns there are from j on.
+  template <class Work>
+  void dispatch(int64_t j, const Work& work) const {
+    const auto choose = [&](auto erases) {
+      if (M - j > kBlock - Simd<R>::lanes) work(erases, std::integral_constant<int, kQuadVectors>());
+      else work(erases, std::integral_constant<int, 1>());
+    };
+    erase ? choose(std::true_type()) : choose(std::false_type());
+  }
+
+  // Columns of a state, from `column` of the job on, as rows that are `stride` apart.
+  void load_state(const void* states, int64_t index, int64_t column, int64_t columns, R* out, int64_t stride) const {
+    const R* in = static_cast<const R*>(states) + (index * call.H + job->head) * D * call.M + job->column + column;
     for (int64_t d = 0; d < D; ++d) {
-      std::memcpy(out + d * Mp, in + d * call.M, M * sizeof(R));
+      std::memcpy(out + d * stride, in + d * call.M, columns * sizeof(R));
       // The padding may hold what NaN times zero left of another sequence.
-      std::fill(out + d * Mp + M, out + d * Mp + padded<R>(M), R(0));
+      std::fill(out + d * stride + columns, out + d * stride + padded<R>(columns), R(0));
     }
   }
 
-  void store_state(void* states, int64_t index, const R* in) const {
+  void load_state(const void* states, int64_t index, R* out) const { load_state(states, index, 0, M, out, Mp); }
+
+  void store_state(void* states, int64_t index) const {
     R* out = static_cast<R*>(states) + (index * call.H + job->head) * D * call.M + job->column;
-    for (int64_t d = 0; d < D; ++d) std::memcpy(out + d * call.M, in + d * Mp, M * sizeof(R));
+    for (int64_t d = 0; d < D; ++d) std::memcpy(out + d * call.M, W + d * Mp, M * sizeof(R));
   }
 
   void load(int64_t c) {
     const int64_t b = job->batch, h = job->head;
     time = job->start + c * C;
-    n = weights.n = triangle.n = std::min(C, job->end - time);
-    load_rows(call.q, b, time, n, h / call.group, 0, D, q, Dp);
-    load_rows(call.k, b, time, n, h / call.group, 0, D, k, Dp);
-    load_rows(call.v, b, time, n, h, job->column, M, v, Mp);
-    if (decay) load_rows(call.a, b, time, n, h, 0, per_key ? D : 1, a, per_key ? Dp : 1);
+    n = std::min(C, job->end - time);
+    load_rows(call.q, b, time, n, h / call.group, 0, D, rows.q, Dp);
+    load_rows(call.k, b, time, n, h / call.group, 0, D, rows.k, Dp);
+    load_rows(call.v, b, time, n, h, job->column, M, rows.v, Mp);
+    if (decay) load_rows(call.a, b, time, n, h, 0, per_key ? D : 1, a, width);
     if (erase) load_rows(call.e, b, time, n, h, 0, 1, e, 1);
     if (write) load_rows(call.w, b, time, n, h, 0, 1, w, 1);
     if (decay && call.log) open_logarithms();
+    // Tokens that the last four lack read and write nothing.
+    for (int64_t t = n; t < quads() * kQuad; ++t) {
+      for (R* x : {rows.q, rows.k}) std::fill_n(x + t * Dp, Dp, R(0));
+      for (R* x : {rows.v, rows.dy}) if (x) std::fill_n(x + t * Mp, padded<R>(M), R(0));
+      std::fill_n(a + t * width, width, R(1));
+      e[t] = 0, w[t] = 1;
+    }
   }
 
-  void product(int64_t rows, int64_t columns, int64_t inner, const Operand<R>& A, const R* B, int64_t b,
-               const Result<R>& C, Part part = Part::all) {
-    multiply<R>(rows, columns, inner, A, B, b, C, part, &ahead);
-  }
-
-  // Has the products of this chunk ask the memory for a tensor's part in chunk c.
+  // Has the passes of this chunk ask the memory for a tensor's part in chunk c.
   void expect(const View& x, int64_t c, int64_t head, int64_t from, int64_t size, bool write = false) {
     const int64_t start = job->start + c * C;
     if (c < 0 || start >= job->end || !x.data) return;
@@ -192,26 +214,16 @@ class Chunk {
     for (const View* x : {&call.v, &call.dy}) expect(*x, next, h, job->column, M);
   }
 
-  // From logarithms to decays. What fades the state is the exponential of a sum: products of rounded decays next to 1
-  // would drift from it, chunk by chunk.
+  // From logarithms to decays.
   void open_logarithms() {
-    const int64_t width = per_key ? Dp : 1;
     std::fill_n(exponent, Dp, R(0));
     for (int64_t t = 0; t < n; ++t) {
       if (per_key) std::fill(a + t * Dp + D, a + (t + 1) * Dp, R(0));
       for (int64_t d = 0; d < width; ++d) exponent[d] += a[t * width + d];
     }
-    exponential(width, exponent, last);
+    exponential(width, exponent, total);
     exponential(n * width, a, a);
   }
-
-  // Row t times factors[t].
-  void scale_rows(R* x, const R* factors) const {
-    for (int64_t t = 0; t < n; ++t) scale(M, factors[t], x + t * Mp, x + t * Mp);
-  }
-
-  // A product that is added to a state of the chunk's start, or to a gradient of its end.
-  Result<R> faded(R* x) const { return {x, Mp, x, 1, decay ? last : nullptr, nullptr, !per_key}; }
 
   // Notes whether all of some rows is finite.
   void check(int64_t columns, const R* x, int64_t stride) {
@@ -226,155 +238,99 @@ class Chunk {
     for (int i = 0; i < Simd<R>::lanes; ++i) finite &= outside[i] == 0;
   }
 
-  // Γ, γ, and how queries and keys of the chunk relate.
-  void relate() {
-    transpose(n, D, k, Dp, k_T, Cp);
-    if (per_key) {
-      decayed_products(Sizes{n, D, Dp, Cp}, a, q, k, k_T, weights.reach, weights.products, weights.keys);
-      fade_keys();
-    } else {
-      if (erase) product(n, n, D, {k, Dp, 1}, k_T, Cp, {weights.keys, Cp}, Part::result);
-      product(n, n, D, {q, Dp, 1}, k_T, Cp, {weights.products, Cp}, Part::result);
-    }
-    if (per_head) {
-      for (int64_t t = 0; t < n; ++t) fade[t] = t ? a[t] * fade[t - 1] : a[t];
-      if (!call.log) last[0] = fade[n - 1];
-    }
-    if (erase) {
-      for (int64_t t = 0; t < n; ++t) taken[t] = per_head ? e[t] * fade[t] : e[t];
-      per_head ? weights.template weigh<true, true>() : weights.template weigh<false, true>();
-      triangle.invert();
-    } else {
-      per_head ? weights.template weigh<true, false>() : weights.template weigh<false, false>();
+  // The factors of all quads; `exponent` as in Fading.
+  void relate(const R* exponent) {
+    const Fading<R> fading{a, exponent, total, start, lasts};
+    for (int64_t i = 0; i < quads(); ++i) {
+      const bool final = i + 1 == quads();
+      per_key ? quad(i).template relate<true>(rows, i * kQuad, fading, e, w, final)
+              : quad(i).template relate<false>(rows, i * kQuad, fading, e, w, final);
     }
   }
 
-  // γ, γ_t q_t and γ_t k_t with decays per key.
-  void fade_keys() {
-    for (int64_t t = 0; t < n; ++t) {
-      const int64_t row = t * Dp;
-      if (t) hadamard(D, a + row, fade + row - Dp, fade + row);
-      else std::copy_n(a, Dp, fade);
-      hadamard(D, fade + row, q + row, q_faded + row);
-      hadamard(D, fade + row, k + row, k_faded + row);
-    }
-    if (!call.log) std::copy_n(fade + (n - 1) * Dp, Dp, last);
-  }
-
-  // u, what each step writes: (I + A) u = diag(w) v - diag(e γ) k W.
-  void solve() {
-    if (erase) {
-      product(n, M, D, {k_faded, Dp, 1}, W, Mp, {rest, Mp, v, -1, write ? w : nullptr, taken});
-      triangle.solve(M, rest, u, Mp);
-    } else {
-      for (int64_t t = 0; t < n; ++t) scale(M, write ? w[t] : R(1), v + t * Mp, u + t * Mp);
+  // y and the state, in columns from j on.
+  template <bool Erases, int Vectors>
+  void pass(int64_t j) {
+    for (int64_t i = 0; i < quads(); ++i) {
+      ahead.ask(2 * kQuad);
+      quad(i).template pass<Erases, Vectors, false>(rows, i * kQuad, j, lasts + i * width, per_key, W + j, W + j, Mp);
     }
   }
 
-  // Chunk c as the forward pass had it, and du: the gradient of what each step writes.
-  void reload(int64_t c) {
+  // From the gradient of the state after chunk c to that before it.
+  void go_back(int64_t c, bool gradients) {
     load(c);
-    load_rows(call.dy, job->batch, time, n, job->head, job->column, M, dy, Mp);
+    load_rows(call.dy, job->batch, time, n, job->head, job->column, M, rows.dy, Mp);
     expect(c, c - 1);
-    load_state(call.before, job->first + c, W);
-    relate();
-    solve();
-    R* out = erase ? rest : du;
-    product(n, M, D, per_key ? Operand<R>{k_T, 1, Cp} : Operand<R>{k, Dp, 1}, dW, Mp,
-                {out, Mp, nullptr, 1, nullptr, per_head ? weights.kept() : nullptr});
-    product(n, M, n, {weights.scores, 1, Cp}, dy, Mp, {out, Mp, out}, Part::upper);
-    if (erase) triangle.solve_transposed(M, rest, du, Mp);
+    by_products ? go_back_by_products(c, gradients) : go_back_by_quads(c, gradients);
+    if (gradients) store_gradients();
   }
 
-  // dW, from after the chunk to before it. Ruins dy and du.
-  void rewind() {
-    if (per_head) scale_rows(dy, fade);
-    product(D, M, n, {q_faded, 1, Dp}, dy, Mp, faded(dW));
-    if (!erase) return;
-    scale_rows(du, taken);
-    product(D, M, n, {k_faded, 1, Dp}, du, Mp, {dW, Mp, dW, -1});
+  void go_back_by_products(int64_t c, bool gradients) {
+    load_state(call.before, job->first + c, products.W);
+    products.relate(n, M, a, e, w, decay && call.log ? total : nullptr, W, ahead);
+    if (gradients) products.differentiate(W, de, da);
+    products.rewind(W);
   }
 
-  void differentiate() {
+  void go_back_by_quads(int64_t c, bool gradients) {
+    relate(nullptr);
+    if (gradients) {
+      for (R* x : {rows.dq, rows.dk, rows.dread}) std::fill_n(x, quads() * kQuad * Dp, R(0));
+      std::fill_n(dlasts, quads() * Dp, R(0));
+    }
+    for (int64_t j = 0; j < M; j += kBlock) {
+      load_state(call.before, job->first + c, j, std::min(kBlock, M - j), states, kBlock);
+      dispatch(j, [&](auto erases, auto vectors) { pass_back<erases, vectors>(j, gradients); });
+    }
+    for (int64_t i = 0; gradients && i < quads(); ++i) {
+      const QuadGradients<R> four{quad(i), rows, i * kQuad, M};
+      if (per_key) four.per_key(a, erase ? e : nullptr, dlasts + i * Dp, past, de, da);
+      else four.per_head(erase, dlasts + i * Dp, de, da);
+    }
+  }
+
+  // The same for columns from j on: u, and backwards du, dW and the sums over columns.
+  template <bool Erases, int Vectors>
+  void pass_back(int64_t j, bool gradients) {
+    const int64_t block = Dp * kBlock, columns = std::min(kBlock, M - j);
+    for (int64_t i = 0; i < quads(); ++i) {
+      R *from = states + i * block, *to = i + 1 < quads() ? from + block : nullptr;
+      quad(i).template pass<Erases, Vectors, true>(rows, i * kQuad, j, lasts + i * width, per_key, from, to, kBlock);
+    }
+    for (int64_t i = quads() - 1; i >= 0; --i) {
+      ahead.ask(2 * kQuad);
+      if (gradients) {
+        transpose(D, columns, W + j, Mp, dW_T, Dp);
+        transpose(D, columns, states + i * block, kBlock, W_T, Dp);
+      }
+      quad(i).template pass_back<Erases, Vectors>(rows, i * kQuad, j, lasts + i * width, per_key, W + j, Mp);
+      if (!gradients) continue;
+      ahead.ask(2 * kQuad);
+      quad(i).template contract<Erases>(rows, i * kQuad, j, columns, W_T, dW_T, dlasts + i * Dp);
+    }
+  }
+
+  void store_gradients() {
     const int64_t b = job->batch, h = job->head;
-    transpose(n, M, u, Mp, u_T, Cp);
-    transpose(D, M, W, Mp, W_T, Dp);
-    transpose(D, M, dW, Mp, dW_T, Dp);
-    product(n, D, M, {dy, Mp, 1}, W_T, Dp, {dq, Dp});
-    product(n, D, M, {u, Mp, 1}, dW_T, Dp, {dk, Dp});
-    product(n, n, M, {dy, Mp, 1}, u_T, Cp, {dscores, Cp}, Part::result);
-    if (erase) {
-      product(n, D, M, {du, Mp, 1}, W_T, Dp, {dread, Dp});
-      product(n, n, M, {du, Mp, 1}, u_T, Cp, {dsystem, Cp}, Part::result);
-      for (int64_t t = 0; t < n; ++t) read[t] = dot(D, dread + t * Dp, k_faded + t * Dp);
-    }
-    if (per_head) {
-      for (int64_t t = 0; t < n; ++t) {
-        dfade[t] = dot(D, dq + t * Dp, q + t * Dp) - (erase ? e[t] * read[t] : R(0));
-        dkept[t] = dot(D, dk + t * Dp, k + t * Dp);
-        scale(D, fade[t], dq + t * Dp, dq + t * Dp);
-        scale(D, weights.kept()[t], dk + t * Dp, dk + t * Dp);
-      }
-    }
-    if (erase) {
-      per_head ? unweigh<true, true>() : unweigh<false, true>();
-      store_gate(call.de, dgate);
-    } else {
-      per_head ? unweigh<true, false>() : unweigh<false, false>();
-    }
-    if (per_head) differentiate_decay();
-    if (per_key) {
-      differentiate_per_key();
-    } else {
-      product(n, D, n, {dscores, Cp, 1}, k, Dp, {dq, Dp, dq}, Part::lower);
-      product(n, D, n, {dscores, 1, Cp}, q, Dp, {dk, Dp, dk}, Part::upper);
-      if (erase) {
-        for (int64_t t = 0; t < n; ++t) add_scaled(D, -taken[t], dread + t * Dp, dk + t * Dp);
-        product(n, D, n, {dsystem, Cp, 1}, k, Dp, {dk, Dp, dk, -1}, Part::lower);
-        product(n, D, n, {dsystem, 1, Cp}, k, Dp, {dk, Dp, dk, -1}, Part::upper);
-      }
-    }
     // Those of q and k: the sum over the heads of a group, which come one after the other.
     const bool add = h % call.group;
-    store_rows(call.dq, b, time, n, h / call.group, 0, D, dq, Dp, add);
-    store_rows(call.dk, b, time, n, h / call.group, 0, D, dk, Dp, add);
-    check(D, dq, Dp);
-    check(D, dk, Dp);
+    store_rows(call.dq, b, time, n, h / call.group, 0, D, rows.dq, Dp, add);
+    store_rows(call.dk, b, time, n, h / call.group, 0, D, rows.dk, Dp, add);
+    check(D, rows.dq, Dp);
+    check(D, rows.dk, Dp);
+    if (decay) {
+      if (call.log) hadamard(n * width, a, da, da);
+      store_rows(call.da, b, time, n, h, 0, per_key ? D : 1, da, width);
+    }
+    if (erase) store_rows(call.de, b, time, n, h, 0, 1, de, 1);
     if (write) {
       for (int64_t t = 0; t < n; ++t) {
-        dgate[t] = dot(M, du + t * Mp, v + t * Mp);
-        scale(M, w[t], du + t * Mp, rest + t * Mp);
+        dw[t] = dot(M, rows.du + t * Mp, rows.v + t * Mp);
+        scale(M, w[t], rows.du + t * Mp, rows.du + t * Mp);
       }
-      store_gate(call.dw, dgate);
+      store_rows(call.dw, b, time, n, h, 0, 1, dw, 1);
     }
-    store_rows(call.dv, b, time, n, h, 0, M, write ? rest : du, Mp);
-  }
-
-  template <bool Fades, bool Erases>
-  void unweigh() {
-    weights.template unweigh<Fades, Erases>(dscores, dsystem, read, dgate);
-  }
-
-  void differentiate_decay() {
-    typename Simd<R>::Vector sums = {};
-    for (int64_t d = 0; d < D; ++d) {
-      for (int64_t j = 0; j < M; j += Simd<R>::lanes) sums += vector(dW + d * Mp + j) * vector(W + d * Mp + j);
-    }
-    dfade[n - 1] += sum_of<R>(sums);
-    weights.differentiate(dkept, dfade, dgate);
-    if (call.log) hadamard(n, a, dgate, dgate);
-    store_gate(call.da, dgate);
-  }
-
-  void differentiate_per_key() {
-    for (int64_t d = 0; d < D; ++d) dlast[d] = dot(M, dW + d * Mp, W + d * Mp);
-    decayed_gradients(Sizes{n, D, Dp, Cp}, a, q, k, erase ? e : nullptr, fade, dlast, dscores, dsystem, dread, past, dq, dk,
-                      da);
-    if (call.log) for (int64_t t = 0; t < n; ++t) hadamard(D, a + t * Dp, da + t * Dp, da + t * Dp);
-    store_rows(call.da, job->batch, time, n, job->head, 0, D, da, Dp);
-  }
-
-  void store_gate(const View& x, const R* values) const {
-    store_rows(x, job->batch, time, n, job->head, 0, 1, values, 1);
+    store_rows(call.dv, b, time, n, h, 0, M, rows.du, Mp);
   }
 };

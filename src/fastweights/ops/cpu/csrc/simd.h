@@ -245,6 +245,26 @@ R sum_of(typename Simd<R>::Vector x) {
   return lanes[0];
 }
 
+// Has lane i of the result be the sum of the lanes of x[i], for as many vectors as a vector has lanes. Ruins x.
+template <class R, int Size = Simd<R>::lanes / 2>
+typename Simd<R>::Vector sums_of(typename Simd<R>::Vector* x) {
+#if __has_builtin(__builtin_shufflevector)
+  if constexpr (Size > 0) {
+#pragma GCC unroll 8
+    for (int i = 0; i < Size; ++i) {
+      exchange<Size>(x[i], x[i + Size], std::make_integer_sequence<int, Simd<R>::lanes>());
+      x[i] += x[i + Size];
+    }
+    return sums_of<R, Size / 2>(x);
+  }
+  return x[0];
+#else
+  typename Simd<R>::Vector sums;
+  for (int i = 0; i < Simd<R>::lanes; ++i) sums[i] = sum_of<R>(x[i]);
+  return sums;
+#endif
+}
+
 // 0, 1, 2, ...
 template <class R>
 typename Simd<R>::Ints lane_numbers() {
