@@ -19,9 +19,11 @@ struct QuadGradients {
     Row of_scores[kQuad], of_system[kQuad], of_reach[kQuad], dfade, dkept, read;
     multiply_columns(of_scores, of_system);
     multiply_keys(erase, dfade, dkept, read);
+#pragma GCC unroll 4
     for (int t = 0; t < kQuad; ++t) {
       R of_erase = quad.fade_[t] * read[t];
       dfade[t] -= quad.erased_[t] * read[t];
+#pragma GCC unroll 4
       for (int s = 0; s <= t; ++s) {
         of_reach[t][s] = quad.products_[t][s] * of_scores[t][s];
         of_scores[t][s] *= quad.reach_[t][s];
@@ -38,9 +40,11 @@ struct QuadGradients {
     for (int64_t d = 0; d < rows.D; d += L) sums += vector(dlast + d);
     dfade[end] += sum_of<R>(sums);
     // da_r = Σ_{s<r<=t} dΓ[t, s] (a_{r+1} ⋯ a_t) (a_{s+1} ⋯ a_{r-1}), and the same for γ.
+#pragma GCC unroll 4
     for (int t = end; t >= 0; --t) {
       if (t < end) dfade[t] += quad.decay_[t + 1] * dfade[t + 1];
       R sum = t ? dfade[t] * quad.fade_[t - 1] : dfade[t];
+#pragma GCC unroll 4
       for (int s = 0; s < t; ++s) {
         if (t < end) of_reach[t][s] += quad.decay_[t + 1] * of_reach[t + 1][s];
         sum += of_reach[t][s] * quad.reach_[t - 1][s];
