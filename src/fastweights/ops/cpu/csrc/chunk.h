@@ -29,7 +29,8 @@ class Chunk {
       : call(call), decay(call.a.data), per_key(decay && call.per_key), erase(call.e.data), write(call.w.data),
         D(call.D), C(call.C), Dp(padded<R>(D)), Mp(padded<R>(call.M)), width(per_key ? Dp : 1),
         tokens((C + kSquare<R> - 1) / kSquare<R> * kSquare<R>),
-        by_products(!per_key && D * call.M > kQuadsUpTo * kQuadsUpTo), products(rows, tokens, decay, erase, write) {
+        by_products(!per_key && D * call.M > kQuadsUpTo * kQuadsUpTo), products(rows, tokens, decay, erase, write),
+        stride(backward && by_products ? Mp : kBlock) {
     const int64_t quads = tokens / kQuad, keyed = tokens * Dp, valued = tokens * Mp, block = Dp * kBlock;
     for (int pass = 0; pass < 2; ++pass) {
       size = 0;
@@ -39,7 +40,7 @@ class Chunk {
       for (R** x : {&a, &lasts}) claim(x, tokens * width);
       for (R** x : {&exponent, &total, &start}) claim(x, Dp);
       claim(&factors, quads * kFactors);
-      claim(&W, Dp * Mp);
+      claim(&W, Dp * (Mp + kBlock));
       if (per_key) for (R** x : {&rows.fade, &rows.q_read, &rows.k_read, &rows.k_kept}) claim(x, keyed);
       else rows.q_read = rows.q, rows.k_read = rows.k_kept = rows.k;
       if (backward) {
@@ -73,7 +74,7 @@ class Chunk {
 
   void forward(const Job& job) {
     begin(job);
-    load_state(call.W, job.sequence, W);
+    load_state(call.W, job.sequence);
     for (int64_t c = 0; c < job.chunks(C); ++c) {
       load(c);
       expect(c, c + 1);
@@ -89,8 +90,8 @@ class Chunk {
   // Backwards through all chunks; `gradients` says whether to compute more than the gradients of the states.
   void backward(const Job& job, bool gradients) {
     begin(job);
-    if (call.dW_end) load_state(call.dW_end, job.sequence, W);
-    else std::fill_n(W, Dp * Mp, R(0));
+    if (call.dW_end) load_state(call.dW_end, job.sequence);
+    else std::fill_n(W, Dp * (Mp + kBlock), R(0));
     for (int64_t c = job.chunks(C) - 1; c >= 0; --c) {
       if (!gradients) store_state(call.after, job.first + c);
       go_back(c, gradients);
@@ -101,7 +102,7 @@ class Chunk {
   // The gradients of chunk c, the gradient of the state after it being known.
   void backward_alone(const Job& job, int64_t c) {
     begin(job);
-    load_state(call.after, job.first + c, W);
+    load_state(call.after, job.first + c);
     go_back(c, true);
   }
 
@@ -118,6 +119,7 @@ class Chunk {
   QuadRows<R> rows{D, Dp, Mp};
   const bool by_products;
   Products<R> products;
+  const int64_t stride;  // of the rows of W
   int64_t M = 0, n = 0, time = 0;  // columns of the job, tokens of the chunk and the first of them
   const Job* job = nullptr;
   struct Free {
@@ -127,7 +129,8 @@ class Chunk {
   int64_t size = 0;
   // Decays and gates, and of the former the sum of their logarithms and its exponential; room for quads, see Fading.
   R *a, *e, *w, *exponent, *total, *start, *lasts, *factors;
-  // The state or, backwards, its gradient.
+  // The state or, backwards, its gradient: blocks of columns one after the other, which keeps a block's rows together.
+  // One block of all columns if they go by products.
   R* W;
   // Gradients of decays and gates, and for a block of columns the states before every four tokens. With quads only:
   // states transposed, products of their rows, and room.
@@ -159,8 +162,9 @@ class Chunk {
   }
 
   // Columns of a state, from `column` of the job on, as rows that are `stride` apart.
-  void load_state(const void* states, int64_t index, int64_t column, int64_t columns, R* out, int64_t stride) const {
+  void load_columns(const void* states, int64_t index, int64_t column, int64_t stride, R* out) const {
     const R* in = static_cast<const R*>(states) + (index * call.H + job->head) * D * call.M + job->column + column;
+    const int64_t columns = std::min(stride, M - column);
     for (int64_t d = 0; d < D; ++d) {
       std::memcpy(out + d * stride, in + d * call.M, columns * sizeof(R));
       // The padding may hold what NaN times zero left of another sequence.
@@ -168,11 +172,17 @@ class Chunk {
     }
   }
 
-  void load_state(const void* states, int64_t index, R* out) const { load_state(states, index, 0, M, out, Mp); }
+  void load_state(const void* states, int64_t index) const {
+    for (int64_t j = 0; j < M; j += stride) load_columns(states, index, j, stride, W + j * Dp);
+  }
 
   void store_state(void* states, int64_t index) const {
     R* out = static_cast<R*>(states) + (index * call.H + job->head) * D * call.M + job->column;
-    for (int64_t d = 0; d < D; ++d) std::memcpy(out + d * call.M, W + d * Mp, M * sizeof(R));
+    for (int64_t j = 0; j < M; j += stride) {
+      const R* in = W + j * Dp;
+      const int64_t columns = std::min(stride, M - j);
+      for (int64_t d = 0; d < D; ++d) std::memcpy(out + d * call.M + j, in + d * stride, columns * sizeof(R));
+    }
   }
 
   void load(int64_t c) {
@@ -253,7 +263,8 @@ class Chunk {
   void pass(int64_t j) {
     for (int64_t i = 0; i < quads(); ++i) {
       ahead.ask(2 * kQuad);
-      quad(i).template pass<Erases, Vectors, false>(rows, i * kQuad, j, lasts + i * width, per_key, W + j, W + j, Mp);
+      quad(i).template pass<Erases, Vectors, false>(rows, i * kQuad, j, lasts + i * width, per_key, W + j * Dp, W + j * Dp,
+                                                         kBlock);
     }
   }
 
@@ -267,7 +278,7 @@ class Chunk {
   }
 
   void go_back_by_products(int64_t c, bool gradients) {
-    load_state(call.before, job->first + c, products.W);
+    load_columns(call.before, job->first + c, 0, Mp, products.W);
     products.relate(n, M, a, e, w, decay && call.log ? total : nullptr, W, ahead);
     if (gradients) products.differentiate(W, de, da);
     products.rewind(W);
@@ -280,7 +291,7 @@ class Chunk {
       std::fill_n(dlasts, quads() * Dp, R(0));
     }
     for (int64_t j = 0; j < M; j += kBlock) {
-      load_state(call.before, job->first + c, j, std::min(kBlock, M - j), states, kBlock);
+      load_columns(call.before, job->first + c, j, kBlock, states);
       dispatch(j, [&](auto erases, auto vectors) { pass_back<erases, vectors>(j, gradients); });
     }
     for (int64_t i = 0; gradients && i < quads(); ++i) {
@@ -301,10 +312,10 @@ class Chunk {
     for (int64_t i = quads() - 1; i >= 0; --i) {
       ahead.ask(2 * kQuad);
       if (gradients) {
-        transpose(D, columns, W + j, Mp, dW_T, Dp);
+        transpose(D, columns, W + j * Dp, kBlock, dW_T, Dp);
         transpose(D, columns, states + i * block, kBlock, W_T, Dp);
       }
-      quad(i).template pass_back<Erases, Vectors>(rows, i * kQuad, j, lasts + i * width, per_key, W + j, Mp);
+      quad(i).template pass_back<Erases, Vectors>(rows, i * kQuad, j, lasts + i * width, per_key, W + j * Dp, kBlock);
       if (!gradients) continue;
       ahead.ask(2 * kQuad);
       quad(i).template contract<Erases>(rows, i * kQuad, j, columns, W_T, dW_T, dlasts + i * Dp);

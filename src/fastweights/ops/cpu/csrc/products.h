@@ -1,5 +1,5 @@
-// The way back through a whole chunk as a handful of matrix products, with the names and equations of ops/chunked. It
-// repays what it costs to prepare them where states are large; elsewhere quads are faster.
+// The backward pass through a whole chunk as a handful of matrix products, with the names and equations of ops/chunked.
+// That pays where states are large; elsewhere quads are faster.
 #pragma once
 
 #include "ahead.h"
@@ -38,7 +38,7 @@ class Products {
   // better than as a product.
   void relate(int64_t n, int64_t M, const R* a, const R* e, const R* w, const R* total, const R* dW, Ahead& ahead) {
     this->n = weights.n = triangle.n = n, this->M = M, this->ahead = &ahead;
-    weights.a = const_cast<R*>(a), weights.e = const_cast<R*>(e);
+    weights.a = a, weights.e = e;
     transpose(n, D, rows.k, Dp, k_T, Cp);
     if (erase) product(n, n, D, {rows.k, Dp, 1}, k_T, Cp, {weights.keys, Cp}, Part::result);
     product(n, n, D, {rows.q, Dp, 1}, k_T, Cp, {weights.products, Cp}, Part::result);

@@ -6,7 +6,7 @@
 template <class R>
 struct Weights {
   int64_t n = 0, row = 0;    // steps of the chunk, and the length of a row of a square
-  R *a = nullptr, *e = nullptr, *fade = nullptr;  // decays, erase gates and γ
+  const R *a = nullptr, *e = nullptr, *fade = nullptr;  // decays, erase gates and γ
   // Γ, k_t·k_s, q_t·k_s, Γ ∘ q_t·k_s and A.
   R *reach = nullptr, *keys = nullptr, *products = nullptr, *scores = nullptr, *system = nullptr;
 
