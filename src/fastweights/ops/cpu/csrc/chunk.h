@@ -31,7 +31,7 @@ class Chunk {
         tokens((C + kSquare<R> - 1) / kSquare<R> * kSquare<R>),
         by_products(!per_key && D * call.M > kQuadsUpTo * kQuadsUpTo), products(rows, tokens, decay, erase, write),
         stride(backward && by_products ? Mp : kBlock) {
-    const int64_t quads = tokens / kQuad, keyed = tokens * Dp, valued = tokens * Mp, block = Dp * kBlock;
+    const int64_t fours = tokens / kQuad, keyed = tokens * Dp, valued = tokens * Mp, block = Dp * kBlock;
     for (int pass = 0; pass < 2; ++pass) {
       size = 0;
       for (R** x : {&rows.q, &rows.k}) claim(x, keyed);
@@ -39,7 +39,7 @@ class Chunk {
       for (R** x : {&e, &w}) claim(x, tokens);
       for (R** x : {&a, &lasts}) claim(x, tokens * width);
       for (R** x : {&exponent, &total, &start}) claim(x, Dp);
-      claim(&factors, quads * kFactors);
+      claim(&factors, fours * kFactors);
       claim(&W, Dp * (Mp + kBlock));
       if (per_key) for (R** x : {&rows.fade, &rows.q_read, &rows.k_read, &rows.k_kept}) claim(x, keyed);
       else rows.q_read = rows.q, rows.k_read = rows.k_kept = rows.k;
@@ -51,8 +51,8 @@ class Chunk {
         if (by_products) {
           products.claim_room([&](R** x, int64_t count) { claim(x, count); });
         } else {
-          claim(&dlasts, quads * Dp);
-          claim(&states, quads * block);
+          claim(&dlasts, fours * Dp);
+          claim(&states, fours * block);
           for (R** x : {&W_T, &dW_T}) claim(x, block);
           claim(&past, kQuad * (kQuad + 1) / 2 * Dp);
         }
