@@ -29,7 +29,7 @@ WRITTEN = ("y", "dq", "dk", "dv", "da", "de", "dw")
 
 
 def chunk_length(D: int, M: int) -> int:
-    """Tokens in a chunk: the work within a chunk grows with it, the states kept shrink."""
+    """Tokens in a chunk: the more, the fewer states are kept, and the more work products within a chunk are."""
     return 32 if max(D, M) <= 64 else 48
 
 
