@@ -54,7 +54,6 @@ class Chunk {
           claim(&dlasts, fours * Dp);
           claim(&states, fours * block);
           for (R** x : {&W_T, &dW_T}) claim(x, block);
-          claim(&past, kQuad * (kQuad + 1) / 2 * Dp);
         }
       }
       if (pass == 0) {
@@ -132,9 +131,9 @@ class Chunk {
   // The state or, backwards, its gradient: blocks of columns one after the other, which keeps a block's rows together.
   // One block of all columns if they go by products.
   R* W;
-  // Gradients of decays and gates, and for a block of columns the states before every four tokens. With quads only:
-  // states transposed, products of their rows, and room.
-  R *da, *de, *dw, *states, *W_T, *dW_T, *dlasts, *past;
+  // Gradients of decays and gates. Without products also, for a block of columns, the states before every four tokens,
+  // one of them and its gradient transposed, and the products of the rows of these two.
+  R *da, *de, *dw, *states, *W_T, *dW_T, *dlasts;
   Ahead ahead;
 
   void claim(R** x, int64_t count) {
@@ -263,8 +262,8 @@ class Chunk {
   void pass(int64_t j) {
     for (int64_t i = 0; i < quads(); ++i) {
       ahead.ask(2 * kQuad);
-      quad(i).template pass<Erases, Vectors, false>(rows, i * kQuad, j, lasts + i * width, per_key, W + j * Dp, W + j * Dp,
-                                                         kBlock);
+      R* state = W + j * Dp;
+      quad(i).template pass<Erases, Vectors, false>(rows, i * kQuad, j, lasts + i * width, per_key, state, state, kBlock);
     }
   }
 
@@ -294,14 +293,19 @@ class Chunk {
       load_columns(call.before, job->first + c, j, kBlock, states);
       dispatch(j, [&](auto erases, auto vectors) { pass_back<erases, vectors>(j, gradients); });
     }
-    for (int64_t i = 0; gradients && i < quads(); ++i) {
+    if (gradients) erase ? differentiate<true>() : differentiate<false>();
+  }
+
+  template <bool Erases>
+  void differentiate() {
+    for (int64_t i = 0; i < quads(); ++i) {
       const QuadGradients<R> four{quad(i), rows, i * kQuad, M};
-      if (per_key) four.per_key(a, erase ? e : nullptr, dlasts + i * Dp, past, de, da);
-      else four.per_head(erase, dlasts + i * Dp, de, da);
+      if (per_key) four.template per_key<Erases>(a, dlasts + i * Dp, de, da);
+      else four.template per_head<Erases>(dlasts + i * Dp, de, da);
     }
   }
 
-  // The same for columns from j on: u, and backwards du, dW and the sums over columns.
+  // For columns from j on: u forwards, and backwards du, dW and, with `gradients`, the sums over columns.
   template <bool Erases, int Vectors>
   void pass_back(int64_t j, bool gradients) {
     const int64_t block = Dp * kBlock, columns = std::min(kBlock, M - j);

@@ -1,9 +1,11 @@
 // The gradients of the queries, keys and gates of four tokens, from sums over columns that `Quad` left in rows.
 #pragma once
 
-#include "per_key.h"
+#include <algorithm>
+
 #include "quad.h"
 
+// For the four tokens from `first` on.
 template <class R>
 struct QuadGradients {
   using V = typename Simd<R>::Vector;
@@ -15,10 +17,11 @@ struct QuadGradients {
   int64_t first, M;
 
   // Writes dq, dk, de and da; `dlast` has the products of the rows of W and dW.
-  void per_head(bool erase, const R* dlast, R* de, R* da) const {
+  template <bool Erases>
+  void per_head(const R* dlast, R* de, R* da) const {
     Row of_scores[kQuad], of_system[kQuad], of_reach[kQuad], dfade, dkept, read;
     multiply_columns(of_scores, of_system);
-    multiply_keys(erase, dfade, dkept, read);
+    multiply_keys<Erases>(dfade, dkept, read);
 #pragma GCC unroll 4
     for (int t = 0; t < kQuad; ++t) {
       R of_erase = quad.fade_[t] * read[t];
@@ -51,25 +54,65 @@ struct QuadGradients {
       }
       da[first + t] = sum;
     }
-    erase ? combine<true>(of_scores, of_system) : combine<false>(of_scores, of_system);
+    combine<Erases>(of_scores, of_system);
   }
 
-  // The same with decays per key, of which `a`, `da` and `past` are rows.
-  void per_key(const R* a, const R* e, const R* dlast, R* past, R* de, R* da) const {
+  // The same with decays per key, of which `a` and `da` are rows.
+  template <bool Erases>
+  void per_key(const R* a, const R* dlast, R* de, R* da) const {
     Row of_scores[kQuad], of_system[kQuad];
     multiply_columns(of_scores, of_system);
-    const int64_t at = first * rows.Dp;
     for (int t = 0; t < kQuad; ++t) {
-      const int64_t row = at + t * rows.Dp;
-      de[first + t] = e ? -dot(rows.D, rows.dread + row, rows.k_read + row) : R(0);
+      const int64_t row = (first + t) * rows.Dp;
+      de[first + t] = Erases ? -dot(rows.D, rows.dread + row, rows.k_read + row) : R(0);
       for (int s = 0; s < t; ++s) {
         de[first + t] -= quad.keys_[t][s] * of_system[t][s];
         of_system[t][s] *= quad.erased_[t];
       }
     }
-    decayed_gradients(Sizes{kQuad, rows.D, rows.Dp, kQuad}, a + at, rows.q + at, rows.k + at, e ? e + first : nullptr,
-                      rows.fade + at, dlast, &of_scores[0][0], &of_system[0][0], rows.dread + at, past, rows.dq + at,
-                      rows.dk + at, da + at);
+    const int64_t Dp = rows.Dp;
+    for (int64_t d = 0; d < rows.D; d += L) {
+      const int64_t at = first * Dp + d;
+      // Γ[t, s] k_s, from the step before by a factor a_t. Products of decays, never quotients: decays of 0 are exact,
+      // and small ones do no harm.
+      V past[kQuad][kQuad], of_past[kQuad], of_fade = vector(dlast + d);
+#pragma GCC unroll 4
+      for (int t = 0; t < kQuad; ++t) {
+#pragma GCC unroll 4
+        for (int s = 0; s < t; ++s) past[t][s] = vector(a + at + t * Dp) * past[t - 1][s];
+        past[t][t] = vector(rows.k + at + t * Dp);
+        of_past[t] = vector(rows.dk + at + t * Dp);
+      }
+#pragma GCC unroll 4
+      for (int t = kQuad - 1; t >= 0; --t) {
+        const int64_t row = at + t * Dp;
+        const V decay = vector(a + row), query = vector(rows.q + row), key = past[t][t], fade = vector(rows.fade + row);
+        V of_q = vector(rows.dq + row), of_k = {};
+        of_fade += query * of_q;
+        of_q *= fade;
+        if (Erases) {
+          of_k = -quad.erased_[t] * vector(rows.dread + row);
+          of_fade += key * of_k;
+          of_k *= fade;
+        }
+        V of_decay = t ? of_fade * vector(rows.fade + row - Dp) : of_fade;
+        of_fade *= decay;
+#pragma GCC unroll 4
+        for (int s = 0; s < t; ++s) {
+          of_q += of_scores[t][s] * past[t][s];
+          of_past[s] += of_scores[t][s] * query;
+          if (Erases) {
+            of_k -= of_system[t][s] * past[t][s];
+            of_past[s] -= of_system[t][s] * key;
+          }
+          of_decay += of_past[s] * past[t - 1][s];
+          of_past[s] *= decay;
+        }
+        vector(rows.dq + row) = of_q + of_scores[t][t] * key;
+        vector(rows.dk + row) = of_past[t] + of_k + of_scores[t][t] * query;
+        vector(da + row) = of_decay;
+      }
+    }
   }
 
  private:
@@ -89,7 +132,8 @@ struct QuadGradients {
   }
 
   // The gradients of γ_t by way of y and of Γ[4, t], and k_t W du_t.
-  [[gnu::noinline]] void multiply_keys(bool erase, R* dfade, R* dkept, R* read) const {
+  template <bool Erases>
+  [[gnu::noinline]] void multiply_keys(R* dfade, R* dkept, R* read) const {
     V sums[kQuad * kQuad] = {};
     for (int64_t d = 0; d < rows.D; d += L) {
 #pragma GCC unroll 4
@@ -98,7 +142,7 @@ struct QuadGradients {
         const V key = vector(rows.k + at);
         sums[t] += vector(rows.q + at) * vector(rows.dq + at);
         sums[kQuad + t] += key * vector(rows.dk + at);
-        if (erase) sums[2 * kQuad + t] += key * vector(rows.dread + at);
+        if (Erases) sums[2 * kQuad + t] += key * vector(rows.dread + at);
       }
     }
     alignas(kVectorBytes) R all[kQuad][kQuad];
