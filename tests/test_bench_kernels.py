@@ -20,7 +20,7 @@ from fastweights.benchmarks.kernels.ahead import Job
 from fastweights.benchmarks.kernels.first_call import first_calls
 from fastweights.benchmarks.kernels.rivals import RIVALS, rivals_of
 from fastweights.benchmarks.kernels.rows import ROWS, Row, _sample, floor_ms
-from fastweights.benchmarks.kernels.separate import SeparateProcess
+from fastweights.benchmarks.kernels.separate import TuningProcess
 from fastweights.commands import info
 from fastweights.common import provenance
 from fastweights.ops.backends import BACKENDS
@@ -169,10 +169,10 @@ def test_what_fails_or_takes_too_long_ahead_is_reported():
     results = dict(ahead.compile_ahead(jobs[:1], 1))
     assert results[jobs[0]]["failure"]
     late = dict(ahead.compile_ahead(jobs, 2, limit_s=0))
-    assert late == {job: {"failure": "it took more than 0 s"} for job in jobs}
+    assert late == {job: {"failure": "StartFailed: a process could not start: no answer in 0 s"} for job in jobs}
     found = ahead.summary([{"seconds": 2.0}, {"seconds": 3.0, "failure": "Error"}, *late.values()])
     assert (found["processes"], found["together_s"], found["longest_s"]) == (4, 5.0, 3.0)
-    assert found["failure"] == "Error; it took more than 0 s"
+    assert found["failure"] == "Error; StartFailed: a process could not start: no answer in 0 s"
 
 
 def test_every_row_is_checked_with_every_rule():
@@ -217,21 +217,21 @@ def _fail():
 
 
 def test_what_crashes_or_hangs_in_a_separate_process_is_recorded_and_the_next_runs():
-    separate = SeparateProcess()
+    separate = TuningProcess()
     try:
-        first, again = separate(_tune), separate(_tune)
+        first, again = separate.measure(_tune), separate.measure(_tune)
         assert first["process"] == again["process"] != os.getpid()
         # Tuned for one size, it is tuned anew for the next, and nothing stays on disk.
         assert first["kept"] == again["kept"] == 0
         assert first["results"] == "0"
-        assert separate(_fail) == {"failure": "RuntimeError: an illegal memory access was encountered"}
-        assert "terminated abruptly" in separate(_end)["failure"]
+        assert separate.measure(_fail) == {"failure": "RuntimeError: an illegal memory access was encountered"}
+        assert separate.measure(_end) == {"failure": "ProcessFailed: the process ended with exit status 3"}
         separate.limit_s = 0.1
-        assert separate(time.sleep, 60) == {"failure": "TimeoutError"}
+        assert separate.measure(time.sleep, 60) == {"failure": "ProcessFailed: no answer in 0.1 s"}
         separate.limit_s = 60
-        assert separate(_tune)["process"] != first["process"]
+        assert separate.measure(_tune)["process"] != first["process"]
     finally:
-        separate.close()
+        separate.end()
 
 
 @without_gpu

@@ -319,7 +319,7 @@ def test_what_crashes_or_hangs_in_another_process_ends_nothing_else(tmp_path, mo
 
 def test_a_process_that_cannot_start_is_no_verdict():
     job = Job("no_such_module:f", "fla", {}, GATED, torch.float32, "cpu", 0, 8)
-    with pytest.raises(RuntimeError, match="could not start: the process ended with exit status 1"):
+    with pytest.raises(RuntimeError, match="could not start: ModuleNotFoundError: No module named 'no_such_module'"):
         list(judge_apart(job, [BY_NAME["plain"]], 1, 60.0))
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +13,7 @@ from fastweights.benchmarks.kernels.rivals import environment, named
 from fastweights.benchmarks.kernels.rows import ROWS
 from fastweights.benchmarks.kernels.separate import UNCACHED
 from fastweights.benchmarks.timing import in_one_line
+from fastweights.common.separate import SeparateProcess, side_by_side
 
 # The time limit of one process that compiles ahead.
 LIMIT_S = 150.0
@@ -51,13 +48,6 @@ def compile_share(part: int, parts: int) -> None:
     Autotuner._bench = run_or_pass
 
 
-class _Running(NamedTuple):
-    process: subprocess.Popen[bytes]
-    # Of what libraries print there may be more than a pipe holds.
-    output: IO[bytes]
-    start: float
-
-
 def compile_ahead(
     jobs: Sequence[Job], processes: int, limit_s: float = LIMIT_S
 ) -> Iterator[tuple[Job, dict[str, Any]]]:
@@ -65,52 +55,9 @@ def compile_ahead(
 
     What they compile stays in the caches on the disk. Nothing must be timed meanwhile.
     """
-    waiting, running = list(jobs), dict[Job, _Running]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < processes:
-                job = waiting.pop(0)
-                running[job] = _start(job)
-            for job, one in list(running.items()):
-                if one.process.poll() is not None:
-                    del running[job]
-                    yield job, _printed(one)
-                elif time.monotonic() - one.start > limit_s:
-                    del running[job]
-                    _end(one)
-                    yield job, {"failure": f"it took more than {limit_s:.0f} s"}
-            time.sleep(0.05)
-    finally:
-        for one in running.values():
-            _end(one)
-
-
-def _start(job: Job) -> _Running:
-    command = [sys.executable, "-m", "fastweights.benchmarks.kernels.ahead", json.dumps(job)]
-    output = tempfile.TemporaryFile()  # noqa: SIM115
-    process = subprocess.Popen(
-        command, env={**os.environ, **UNCACHED}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-    )
-    return _Running(process, output, time.monotonic())
-
-
-def _end(one: _Running) -> None:
-    with one.output:
-        one.process.kill()
-        one.process.wait()
-
-
-def _printed(one: _Running) -> dict[str, Any]:
-    """Return the last line of what a process has printed as JSON, or as a failure where it is none."""
-    with one.output as output:
-        output.seek(0)
-        lines = output.read().decode(errors="replace").split("\n")
-    last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-    try:
-        found: dict[str, Any] = json.loads(last)
-    except ValueError:
-        return {"failure": f"the process ended with {one.process.returncode}: {last[:160]}"}
-    return found
+    workers = [SeparateProcess(_uncached, start_s=limit_s) for _ in range(min(processes, len(jobs)))]
+    for job, found in side_by_side(workers, jobs, limit_s, can_continue=lambda found: False):
+        yield job, {"failure": in_one_line(found)} if isinstance(found, Exception) else found
 
 
 def summary(results: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -120,6 +67,12 @@ def summary(results: Iterable[dict[str, Any]]) -> dict[str, Any]:
     row = {"processes": len(results), "together_s": sum(seconds), "longest_s": max(seconds, default=0.0)}
     failures = {result["failure"] for result in results if "failure" in result}
     return row | ({"failure": "; ".join(sorted(failures))} if failures else {})
+
+
+def _uncached() -> Callable[[Job], dict[str, Any]]:
+    """Return `_compile`, in a process where libraries keep nothing of what they tune."""
+    os.environ.update(UNCACHED)
+    return _compile
 
 
 def _compile(job: Job) -> dict[str, Any]:
@@ -148,7 +101,3 @@ def _compile(job: Job) -> dict[str, Any]:
             except Exception as error:
                 result["failure"] = in_one_line(error)
     return result | {"seconds": time.perf_counter() - start}
-
-
-if __name__ == "__main__":
-    print(json.dumps(_compile(Job(*json.loads(sys.argv[1])))))

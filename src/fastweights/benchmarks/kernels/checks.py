@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +11,7 @@ from torch import Tensor
 import fastweights as fw
 from fastweights.benchmarks.timing import in_one_line
 from fastweights.common.cuda_graph import capture_after_warmup
+from fastweights.common.separate import SeparateProcess, side_by_side
 from fastweights.ops import family
 from fastweights.ops.gpu.memory.self_check import check_of, shipped
 from fastweights.ops.gpu.memory.signatures import Signature, WalkSignature
@@ -45,40 +42,22 @@ def every_kind() -> Iterator[Signature]:
 def check_kinds(kinds: Sequence[Signature], workers: int) -> dict[str, dict[str, Any]]:
     """Return each kind's errors against float64 and whether it is right, by `workers` processes that compile at once.
 
-    A kind that takes the GPU's context down takes its process with it; what that process had left is done by others.
+    A kind that takes the context of the GPU down takes its process with it, and nothing else.
     """
-    found: dict[str, dict[str, Any]] = {}
-    left = list(kinds)
-    while left:
-        before = len(left)
-        context = multiprocessing.get_context("spawn")
-        with (
-            suppress(BrokenProcessPool),
-            ProcessPoolExecutor(max_workers=min(workers, len(left)), mp_context=context) as pool,
-        ):
-            for kind, result in zip(left, pool.map(_check, left), strict=True):
-                if result is not None:
-                    found[kind.key] = result
-        left = [kind for kind in left if kind.key not in found]
-        if len(left) == before:
-            break
-    return found | {kind.key: {"right": False, "failure": "no process survived it"} for kind in left}
+    processes = [SeparateProcess(_checking) for _ in range(min(workers, len(kinds)))]
+    return {
+        kind.key: {"right": False, "failure": in_one_line(found)} if isinstance(found, Exception) else found
+        for kind, found in side_by_side(processes, kinds, limit_s=None)
+    }
 
 
-_crashed = False
+def _checking() -> Callable[[Signature], dict[str, Any]]:
+    return _check
 
 
-def _check(kind: Signature) -> dict[str, Any] | None:
-    """Check one kind in a process of the pool; None from one whose GPU context is gone."""
-    global _crashed
-    if _crashed:
-        return None
-    try:
-        check = check_of(kind, HEADS)
-        verdict = check.run(torch.device("cuda", 0))
-    except Exception as error:
-        _crashed = True
-        return {"right": False, "failure": in_one_line(error)}
+def _check(kind: Signature) -> dict[str, Any]:
+    check = check_of(kind, HEADS)
+    verdict = check.run(torch.device("cuda", 0))
     return {"right": check.reason(verdict) is None, "errors": verdict.errors, "failure": verdict.failure}
 
 

@@ -20,7 +20,7 @@ from fastweights.benchmarks.kernels.ahead import Job, compile_ahead, summary
 from fastweights.benchmarks.kernels.first_call import first_calls
 from fastweights.benchmarks.kernels.rivals import RIVALS, has, judge_and_time, measure_rival, ours, rivals_of
 from fastweights.benchmarks.kernels.rows import DTYPES, LIMITS, ROWS, SEED, floor_ms
-from fastweights.benchmarks.kernels.separate import COMPILING_LIMIT_S, LIMIT_S, SeparateProcess
+from fastweights.benchmarks.kernels.separate import COMPILING_LIMIT_S, LIMIT_S, TuningProcess
 from fastweights.benchmarks.record import Out, Record
 from fastweights.benchmarks.timing import attempt, bandwidth, failure_noted
 from fastweights.commands.options import AsJson, chosen_names, input_errors, option
@@ -46,14 +46,14 @@ def _begun(name: str, dtype: str, bytes_per_s: float) -> dict[str, Any]:
 
 
 def _case(
-    name: str, dtype: str, which: tuple[str, ...], budget_ms: float, ahead: Ahead, separate: SeparateProcess
+    name: str, dtype: str, which: tuple[str, ...], budget_ms: float, ahead: Ahead, separate: TuningProcess
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield what was found for ours and for each rival, errors and times, by name."""
     row = ROWS[name]
     yield "fastweights", attempt(judge_and_time, row, dtype, ours(row), budget_ms)
     for rival in rivals_of(row, dtype, which):
         if rival.processes:
-            found = separate(measure_rival, row, dtype, rival.name, budget_ms)
+            found = separate.measure(measure_rival, row, dtype, rival.name, budget_ms)
             compiled = ahead.get((name, dtype, rival.name))
             yield rival.name, found | ({} if compiled is None else {"ahead": compiled})
         else:
@@ -135,7 +135,7 @@ def _table(cases: list[dict[str, Any]]) -> Table:
 MAPS = [Features.named("dpfp", nu, sum=True, logits=True) for nu in (1, 2, 3)]
 
 
-def _in_layers(budget_ms: float, which: tuple[str, ...], separate: SeparateProcess) -> Iterator[dict[str, Any]]:
+def _in_layers(budget_ms: float, which: tuple[str, ...], separate: TuningProcess) -> Iterator[dict[str, Any]]:
     """Measure maps inside the kernels and before them, whole layers, and decoding."""
     for name in layers.HEADS:
         for dtype in DTYPES:
@@ -156,7 +156,7 @@ def _in_layers(budget_ms: float, which: tuple[str, ...], separate: SeparateProce
         with failure_noted(row):
             row["measured"] |= layers.decode(batch, budget_ms)
         if "fla" in which and has("fla"):
-            row["measured"]["fla recurrent"] = separate(layers.decode_fla, batch, budget_ms)
+            row["measured"]["fla recurrent"] = separate.measure(layers.decode_fla, batch, budget_ms)
         yield row
 
 
@@ -227,7 +227,7 @@ def run(
         raise typer.Exit(1)
     bytes_per_s = bandwidth()
     record.add({"part": "machine", "bandwidth_bytes_per_s": bytes_per_s, **installed(*PACKAGES)})
-    separate = SeparateProcess(LIMIT_S if ahead else COMPILING_LIMIT_S)
+    separate = TuningProcess(LIMIT_S if ahead else COMPILING_LIMIT_S)
     pairs = [(name, dtype) for name in names for dtype in ROWS[name].dtypes if "rows" in wanted]
     cases: list[dict[str, Any]] = []
     budget_ms = 20 if quick else 60
@@ -240,7 +240,7 @@ def run(
             record.add(row)
         compiled = _compile_ahead(console, pairs, which, ahead) if ahead and pairs else {}
         if {"fla", "flashqla"} & set(which):
-            separate.begin()
+            separate.start()
         for name, dtype in pairs:
             cases.append(_begun(name, dtype, bytes_per_s))
             record.add(cases[-1])
@@ -255,7 +255,7 @@ def run(
             console.print(f"measured {row['part']} {row.get('name', '')}", style="dim")
             record.add(row)
     finally:
-        separate.close()
+        separate.end()
     wrong = [row for row in record.rows if row.get("right") is False]
     lines = [f"WRONG: {row['name']}: {row.get('failure') or row.get('errors') or row.get('error')}" for row in wrong]
     lines += [f"refused: {case['name']}: {case['refused']}" for case in cases if "refused" in case]
