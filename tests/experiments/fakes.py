@@ -5,6 +5,13 @@ from types import SimpleNamespace
 
 from fastweights.experiments.engine import retrieval
 from fastweights.experiments.engine.experiment import CellRecord, Results
+from fastweights.report import build
+
+
+def without_plots(monkeypatch):
+    """Leave plots out of pages in tests about something else: most of a page's time is theirs."""
+    monkeypatch.setattr(build, "draw", lambda experiment, results, key: None)
+    monkeypatch.setattr(build, "draw_files", lambda experiment, results: {})
 
 
 class Training:

@@ -16,7 +16,7 @@ from fastweights.experiments.engine.experiment import Claim, Results
 from fastweights.report.chapter import Chapter
 from fastweights.report.rows import summary
 from tests.data.corpora import write_wikitext
-from tests.experiments.fakes import Training
+from tests.experiments.fakes import Training, without_plots
 
 app = typer.Typer()
 app.command()(commands.reproduce)
@@ -28,6 +28,12 @@ def training(monkeypatch):
     return Training(monkeypatch)
 
 
+@pytest.fixture(autouse=True)
+def _without_plots(request, monkeypatch):
+    if request.function is not test_all_figures:
+        without_plots(monkeypatch)
+
+
 @pytest.fixture
 def run(tmp_path, training):
     def run(*arguments, out=tmp_path / "out"):
@@ -36,7 +42,7 @@ def run(tmp_path, training):
     return run
 
 
-def test_all_figures(run, training, tmp_path):
+def test_all_figures(run, training, tmp_path, monkeypatch):
     figures = ("fig1", "fig2", "fig3", "fig4", "fig5")
     result = run("reproduce", *figures, "--scale", "smoke", "--jobs", "1", "--device", "cpu")
     assert result.exit_code == 0, result.output
@@ -49,6 +55,7 @@ def test_all_figures(run, training, tmp_path):
     assert len(training.trained) == len(set(training.trained)) == 32
     assert "[45/45] fig5, delta rule, FAVOR+ 128, S = 4, seed 1: loss NaN" in result.stderr
 
+    without_plots(monkeypatch)
     again = run("reproduce", *figures, "--scale", "smoke")
     assert again.exit_code == 0 and "16 models, 16 of them known" in again.stderr
     before, page = len(training.trained), out / "index.html"

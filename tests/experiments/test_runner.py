@@ -19,6 +19,7 @@ from fastweights.experiments.engine import corpora, language_tables
 from fastweights.experiments.engine.experiment import Results, Setup, UserInput
 from fastweights.experiments.engine.runner import POINTS, measurements, reset_peak_and_compiler
 from fastweights.training.engine.task import Score
+from tests.experiments.fakes import without_plots
 from tests.experiments.language_fakes import record
 from tests.training.small_text import write_text
 
@@ -37,8 +38,10 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _embedded(monkeypatch, corpus):
+def _embedded(request, monkeypatch, corpus):
     monkeypatch.setattr(corpora, "_embedded", lambda: corpus)
+    if request.function is not test_every_table_from_the_command_line:
+        without_plots(monkeypatch)
 
 
 @pytest.fixture
@@ -281,6 +284,7 @@ def test_every_table_from_the_command_line(invoke, tmp_path, monkeypatch):
     assert "table4, Transformer-XL, D = 16: step 3 of 4, loss" in result.stderr, "a long training says where it is"
     assert "Delta Network" in page and "fables" in page and page.count('<div class="plot"') == len(TABLES)
     assert "http:" not in page and "https:" not in page
+    without_plots(monkeypatch)
     again = invoke("reproduce", *TABLES, "--scale", "smoke")
     assert again.exit_code == 0 and "after" not in again.stderr
     listed = invoke("reproduce", "--list").stdout
