@@ -5,7 +5,7 @@ from inspect import signature
 from itertools import chain
 
 import fastweights as fw
-from fastweights.commands.export.onnx import LIMIT
+from fastweights.commands.export import LIMIT
 from fastweights.commands.lines import WINDOW
 from fastweights.data.registry import CORPORA
 from fastweights.data.text.build import _ends

@@ -196,7 +196,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
 
 def test_the_command(tmp_path, monkeypatch):
     small = language_model(rule="gated_delta")
-    module = import_module("fastweights.commands.export.onnx")
+    module = import_module("fastweights.commands.export")
     monkeypatch.setattr(module.LanguageRun, "load", lambda self, which: (small, None))
 
     def run(*arguments):

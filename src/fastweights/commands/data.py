@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fastweights.commands.options import input_errors, interruptible, option, require, say
+from fastweights.commands.options import flag, input_errors, interruptible, option, require, say
 from fastweights.common.tables import look_up
 from fastweights.data.manifest import Report
 from fastweights.data.prepare import prepare
@@ -22,8 +22,7 @@ from fastweights.data.tokenizer import PIECES, TOKENIZERS
 
 def data(
     kind: Annotated[
-        str | None,
-        typer.Argument(metavar="KIND", help=f"One of {', '.join(CORPORA)}; --list describes them."),
+        str | None, typer.Argument(metavar="KIND", help=f"One of {', '.join(CORPORA)}; --list describes them.")
     ] = None,
     source: Annotated[Path | None, option("Files of the corpus: a folder, a file or a zip archive.", False)] = None,
     out: Annotated[Path | None, option("Folder to write to.", "data/KIND")] = None,
@@ -57,10 +56,10 @@ def data(
     held_out: Annotated[int | None, option("numbers: pairs for validation and for the test.", "500")] = None,
     highest: Annotated[int | None, option("numbers: the highest number.", "999")] = None,
     allow_other: Annotated[
-        bool, typer.Option("--allow-other", help="Accept another corpus in the format of KIND, under its own name.")
+        bool, flag("allow-other", "Accept another corpus in the format of KIND, under its own name.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Prepare the corpus again even if it is finished.")] = False,
-    list_: Annotated[bool, typer.Option("--list", help="Show the kinds of corpus and where to get them.")] = False,
+    force: Annotated[bool, flag("force", "Prepare the corpus again even if it is finished.")] = False,
+    list_: Annotated[bool, flag("list", "Show the kinds of corpus and where to get them.")] = False,
 ) -> None:
     """Prepare a corpus for training: build its vocabulary, write its tokens, and record counts and checksums."""
     options = {name: value for name, value in locals().items() if any(name in row.options for row in CORPORA.values())}

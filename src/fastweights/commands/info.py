@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fastweights as fw
-from fastweights.commands.options import AsJson, print_json
+from fastweights.commands.options import AsJson, flag, print_json
 from fastweights.ops.backends import BACKENDS, ENVIRONMENT
 from fastweights.ops.cpu import build
 from fastweights.ops.gpu import self_check
@@ -22,7 +22,7 @@ from fastweights.ops.rules import RULES
 
 def info(
     check_kernels: Annotated[
-        bool, typer.Option("--check", help="Compare every GPU kernel with float64 on this machine; takes minutes.")
+        bool, flag("check", "Compare every GPU kernel with float64 on this machine; takes minutes.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

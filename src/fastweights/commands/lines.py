@@ -18,7 +18,7 @@ _PIECE = 1 << 16
 
 
 def waiting_lines(file: BinaryIO, name: str, window: int = WINDOW) -> Iterator[list[str]]:
-    """Yield the lines of a UTF-8 file in groups of up to `window`, each of which ends where no further line waits.
+    """Yield the lines of a UTF-8 file in groups of up to `window`; a group ends early where no further line is waiting.
 
     What follows the last end of a line is a line too; white space at the ends of lines is left out.
 

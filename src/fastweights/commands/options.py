@@ -39,13 +39,18 @@ PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", **{name: name for name in
 LARGEST_SEED = 2**63 - 1
 
 
-def option(help: str, default: bool | str = True) -> Any:
+def option(help: str, default: bool | str = True, **more: Any) -> Any:
     """Return an option with its help and, where the default is decided elsewhere, what is shown for it."""
-    return typer.Option(help=help, show_default=default)
+    return typer.Option(help=help, show_default=default, **more)
+
+
+def flag(name: str, help: str) -> Any:
+    """Return an option without a value, which has no opposite."""
+    return typer.Option(f"--{name}", help=help)
 
 
 Device = Annotated[str, option("auto, cpu, cuda or cuda:N.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and everything else on stderr.")]
+AsJson = Annotated[bool, flag("json", "Print JSON on standard output, and everything else on stderr.")]
 
 
 def say(message: str) -> None:
@@ -84,7 +89,7 @@ def interruptible(message: str = "") -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def flat(command: Callable[..., None]) -> Callable[..., None]:
+def with_fields_as_options(command: Callable[..., None]) -> Callable[..., None]:
     """Turn each parameter of a command that is a dataclass into options of the command line, one for each field."""
     signature = inspect.signature(command, eval_str=True)
     every = signature.parameters.items()
@@ -105,7 +110,7 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def require(*packages: str, otherwise: str = "") -> None:
-    """Raise an ImportError where packages are missing, with the extras that bring them and what would do without."""
+    """Raise an ImportError where packages are missing; it names the extras to install, and what works without."""
     missing = [package for package in dict.fromkeys(packages) if not _installed(package)]
     if missing:
         extras = ",".join(dict.fromkeys(EXTRAS[package] for package in missing))
@@ -172,7 +177,7 @@ def read_settings(fields: Fields, entries: list[str], options: dict[str, Any]) -
 
 
 def settings_of(entries: list[str]) -> dict[str, Any]:
-    """Return the values of NAME=VALUE, each as JSON where it is JSON and as a text otherwise."""
+    """Return the values of NAME=VALUE: JSON where a value can be read as JSON, text otherwise."""
     values = {}
     for entry in entries:
         name, equals, text = entry.partition("=")

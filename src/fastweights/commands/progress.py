@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fastweights.experiments.engine.experiment import Cell, CellRecord, Experiment
 from fastweights.report.rows import format_loss, format_seconds
@@ -22,45 +20,32 @@ _SILENCE = 10.0
 class Display:
     """Shows the sweeps of a command, whose experiments have `total` cells together.
 
-    Large cells take longer and come first, so the time left of an experiment is reckoned by size and not by number.
+    Large cells take longer and come first, so the time left of an experiment is estimated by size and not by number.
     """
 
+    _experiment: Experiment
+
     def __init__(self, console: Console, total: int) -> None:
-        self.console = console
-        self.live = console.is_terminal
-        self.finished = 0
-        self.total = total
+        self.console, self.total, self.finished = console, total, 0
         self._work_left = self._work_done = 0
-        self._experiment, self._size_name = "", ""
-        self._labels: Mapping[str, str] = {}
         self._start = self._said = time.monotonic()
-        self._running: OrderedDict[str, str] = OrderedDict()
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-            transient=True,
-        )
-        self._task: TaskID | None = None
+        # The newest last.
+        self._running: dict[str, str] = {}
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=console, transient=True)
+        self._task = self._bars.add_task("", total=total, note="")
 
     def __enter__(self) -> Self:
-        if self.live:
+        if self.console.is_terminal:
             self._bars.start()
-            self._task = self._bars.add_task("", total=self.total, note="")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.live:
+    def __exit__(self, *error: object) -> None:
+        if self.console.is_terminal:
             self._bars.stop()
 
     def begin(self, experiment: Experiment, known: Sequence[Cell], missing: Sequence[Cell]) -> None:
-        self._experiment, self._size_name = experiment.name, experiment.size_name
-        self._labels = experiment.models
+        self._experiment = experiment
         self._running.clear()
         self.finished += len(known)
         self._work_left, self._work_done = sum(cell.config["size"] for cell in missing), 0
@@ -71,28 +56,29 @@ class Display:
         self._show()
 
     def step(self, cell: Cell, step: int, loss: float) -> None:
-        name = self._name(cell.config)
-        if self.live:
-            self._running[cell.slug] = f"{name} {format_loss(loss)}"
-            self._running.move_to_end(cell.slug)
+        if self.console.is_terminal:
+            self._running.pop(cell.slug, None)
+            self._running[cell.slug] = f"{self._name(cell.config)} {format_loss(loss)}"
             self._show()
         elif time.monotonic() - self._said >= _SILENCE:
             planned = f" of {cell.config['steps']}" if "steps" in cell.config else ""
-            self._say(f"{self._experiment}, {name}: step {step}{planned}, loss {format_loss(loss)}")
+            self._say(f"{self._place(cell.config)}: step {step}{planned}, loss {format_loss(loss)}")
 
     def done(self, record: CellRecord) -> None:
         self.finished += 1
         self._work_left -= record.config["size"]
         self._work_done += record.config["size"]
         self._running.pop(record.slug, None)
-        name, seed = self._name(record.config), record.config["seed"]
-        place = f"[{self.finished}/{self.total}] {self._experiment}, {name}, seed {seed}"
+        place = f"[{self.finished}/{self.total}] {self._place(record.config)}, seed {record.config['seed']}"
         self._say(f"{place}: {_outcome(record.metrics)}{format_seconds(record.wall_s)}{self._left(', {} left')}")
         self._show()
 
     def _name(self, config: Mapping[str, Any]) -> str:
         """Name a model as its figure or table does."""
-        return f"{self._labels[config['model']]}, {self._size_name} = {config['size']}"
+        return f"{self._experiment.models[config['model']]}, {self._experiment.size_name} = {config['size']}"
+
+    def _place(self, config: Mapping[str, Any]) -> str:
+        return f"{self._experiment.name}, {self._name(config)}"
 
     def _left(self, text: str) -> str:
         """Return the time left at the pace so far; nothing until there is a pace."""
@@ -106,10 +92,9 @@ class Display:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _show(self) -> None:
-        if self._task is not None:
-            newest = list(self._running.values())[-_SHOWN:]
-            note = "  ".join([self._left("{} left"), *newest]).strip()
-            self._bars.update(self._task, completed=self.finished, description=self._experiment, note=note)
+        newest = list(self._running.values())[-_SHOWN:]
+        note = "  ".join([self._left("{} left"), *newest]).strip()
+        self._bars.update(self._task, completed=self.finished, description=self._experiment.name, note=note)
 
 
 def _outcome(metrics: Mapping[str, Any]) -> str:

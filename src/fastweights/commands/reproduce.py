@@ -19,7 +19,9 @@ from fastweights.commands.options import (
     AsJson,
     Device,
     check_seed,
+    flag,
     input_errors,
+    option,
     pick_device,
     print_json,
     read_settings,
@@ -41,39 +43,30 @@ _BAD_INPUT = (BadInput, ValueError, ImportError)
 Plan = tuple[Experiment, list[Cell], Path | None]
 """An experiment, its cells to be trained, and the folder of its data."""
 
-Load = Annotated[
-    list[Path] | None, typer.Option(metavar="FILE", help="A Python file that registers your own experiments.")
-]
-Out = Annotated[Path, typer.Option(help="Folder of the results.", show_default=True)]
+Load = Annotated[list[Path] | None, option("A Python file that registers your own experiments.", metavar="FILE")]
+Out = Annotated[Path, option("Folder of the results.")]
 
 
 def reproduce(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Figures and tables, or 'all'.")] = None,
-    list_: Annotated[
-        bool, typer.Option("--list", help="Show all experiments, what they cost, and which have been run.")
-    ] = False,
+    list_: Annotated[bool, flag("list", "Show all experiments, what they cost, and which have been run.")] = False,
     as_json: AsJson = False,
     scale: Annotated[
-        str,
-        typer.Option(help="smoke (seconds), small (minutes), paper, code (its released code), or a stand-in's name."),
+        str, option("smoke (seconds), small (minutes), paper, code (its released code), or a stand-in's name.")
     ] = "small",
-    models: Annotated[str | None, typer.Option(help="Only these models, separated by commas.")] = None,
+    models: Annotated[str | None, option("Only these models, separated by commas.")] = None,
     sizes: Annotated[
-        str | None, typer.Option(help="These sizes instead of the scale's: numbers of keys such as 20,40, or D.")
+        str | None, option("These sizes instead of the scale's: numbers of keys such as 20,40, or D.")
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="These seeds instead of the scale's, such as 1,2,3.")] = None,
+    seeds: Annotated[str | None, option("These seeds instead of the scale's, such as 1,2,3.")] = None,
     device: Device = "auto",
     jobs: Annotated[
-        int | None,
-        typer.Option(
-            help="Models trained at once.", show_default="the number of cores; on a GPU 8, of language models 1"
-        ),
+        int | None, option("Models trained at once.", "the number of cores; on a GPU 8, of language models 1")
     ] = None,
     data: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="DIR",
-            help="A prepared corpus for scales paper and code; repeat it for tables that need different ones.",
+        option(
+            "A prepared corpus for scales paper and code; repeat it for tables that need different ones.", metavar="DIR"
         ),
     ] = None,
     settings: Annotated[
@@ -81,16 +74,14 @@ def reproduce(
         typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of every model or of its training."),
     ] = None,
     part: Annotated[
-        str | None,
-        typer.Option(metavar="I/N", help="Train the I-th of N parts of the models, for a sweep on N machines."),
+        str | None, option("Train the I-th of N parts of the models, for a sweep on N machines.", metavar="I/N")
     ] = None,
     keep_runs: Annotated[
-        bool,
-        typer.Option("--keep-runs", help="Keep trained models in OUT/NAME/runs, where they can be used like any run."),
+        bool, flag("keep-runs", "Keep trained models in OUT/NAME/runs, where they can be used like any run.")
     ] = False,
     load: Load = None,
     out: Out = Path("reproduced"),
-    force: Annotated[bool, typer.Option("--force", help="Train models again that have results already.")] = False,
+    force: Annotated[bool, flag("force", "Train models again that have results already.")] = False,
 ) -> None:
     """Train the models behind figures and tables of the paper, draw them, and say which of its statements hold.
 
@@ -142,10 +133,10 @@ def reproduce(
 
 def report(
     out: Out = Path("reproduced"),
-    loss: Annotated[str, typer.Option(help="Which loss of a run counts: best or last.")] = "best",
+    loss: Annotated[str, option("Which loss of a run counts: best or last.")] = "best",
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="A corpus whose set names are added to results that were made with it.", metavar="DIR"),
+        option("A corpus whose set names are added to results that were made with it.", metavar="DIR"),
     ] = None,
     load: Load = None,
 ) -> None:
@@ -239,10 +230,10 @@ def _plans(
         if experiment not in chosen:
             say(f"{experiment.name}: nothing to run for this selection, skipped")
     takers = [experiment for experiment in chosen if experiment.make_inputs]
-    for option, present in (("--data", given.data), ("--set", settings)):
+    for name, present in (("--data", given.data), ("--set", settings)):
         if present and not takers:
-            names = ", ".join(experiment.name for experiment in chosen)
-            raise ValueError(f"{option} is for language and translation models, not for {names}")
+            others = ", ".join(experiment.name for experiment in chosen)
+            raise ValueError(f"{name} is for language and translation models, not for {others}")
     plans = []
     for experiment in chosen:
         try:
@@ -255,7 +246,7 @@ def _plans(
 
 
 def _share(plans: Sequence[Plan], part: str) -> list[Plan]:
-    """Return the part of the cells that one of several machines trains: the same for the same command everywhere.
+    """Return the cells that machine I of N trains; every machine divides the same command in the same way.
 
     A cell that several tables share is in one part, and each part has its share of every experiment.
     """

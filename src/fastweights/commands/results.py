@@ -41,7 +41,7 @@ def check_names(checkpoint: str, split: str = "valid") -> None:
 
 
 def check_batch(batch: int | None) -> None:
-    """Raise a ValueError for a batch of nothing."""
+    """Raise a ValueError for a batch size below 1."""
     if batch is not None and batch < 1:
         raise ValueError(f"--batch must be at least 1, got {batch}")
 
@@ -88,7 +88,7 @@ def writing() -> Iterator[None]:
 
 @contextmanager
 def measuring(what: str, faster: str = "") -> Iterator[Callable[[int, int], None]]:
-    """Show progress in things of that name: a bar with the time left on a terminal, a line for each tenth elsewhere.
+    """Show progress counted in `what`: a bar with the time left on a terminal, a line for each tenth elsewhere.
 
     Work that will take long is announced with an estimate of its time and what would be `faster`. Ctrl-C ends the
     command with exit code 130.

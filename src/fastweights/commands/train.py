@@ -16,13 +16,15 @@ from rich.console import Console
 
 from fastweights.commands.options import (
     PRECISIONS,
-    flat,
+    flag,
     input_errors,
     interruptible,
+    option,
     read_settings,
     require,
     say,
     type_name,
+    with_fields_as_options,
 )
 from fastweights.common.provenance import origin
 from fastweights.common.tables import look_up
@@ -55,14 +57,14 @@ PIECES = EMBEDDED.with_name("embedded-bpe")
 STOPPED = "Stopped; what was saved stays, and the same command resumes from it."
 
 
-def own(help: str, default: str = "the preset's") -> Any:
-    """Return an option whose default is decided elsewhere."""
-    return typer.Option(help=help, show_default=default)
+def field(help: str, default: str = "the preset's") -> Any:
+    """Return the option for a field of a model or its training, and say who decides its default."""
+    return option(help, default)
 
 
 def preset_option(presets: Mapping[str, Callable[..., Any]]) -> Any:
     """Return the option --preset."""
-    return typer.Option(help=f"Sizes and recipe: {', '.join(presets)}; --list describes them.")
+    return option(f"Sizes and recipe: {', '.join(presets)}; --list describes them.")
 
 
 def list_option(
@@ -90,23 +92,21 @@ def list_option(
 class TrainingOptions:
     """The options that `train lm` and `train mt` share."""
 
-    steps: Annotated[int | None, own("Updates of the weights.")] = None
-    lr: Annotated[float | None, own("Learning rate after the warm-up.")] = None
-    warmup: Annotated[int | None, own("Updates of warm-up.")] = None
-    seed: Annotated[int | None, own("Seed of initial weights, dropout and the order of batches.", "1111")] = None
-    precision: Annotated[str | None, own(f"One of {', '.join(PRECISIONS)}; bf16 is bf16-mixed.", "fp32")] = None
-    accumulate: Annotated[int | None, own("Batches in an update.")] = None
-    devices: Annotated[str | None, own("Number of devices, or auto for one or what torchrun started.", "auto")] = None
-    strategy: Annotated[str | None, own(f"One of {', '.join(STRATEGIES)}.", "auto")] = None
-    compile: Annotated[str | None, own(f"Mode of torch.compile: {', '.join(COMPILE_MODES)}.", "not compiled")] = None
+    steps: Annotated[int | None, field("Updates of the weights.")] = None
+    lr: Annotated[float | None, field("Learning rate after the warm-up.")] = None
+    warmup: Annotated[int | None, field("Updates of warm-up.")] = None
+    seed: Annotated[int | None, field("Seed of initial weights, dropout and the order of batches.", "1111")] = None
+    precision: Annotated[str | None, field(f"One of {', '.join(PRECISIONS)}; bf16 is bf16-mixed.", "fp32")] = None
+    accumulate: Annotated[int | None, field("Batches in an update.")] = None
+    devices: Annotated[str | None, field("Number of devices, or auto for one or what torchrun started.", "auto")] = None
+    strategy: Annotated[str | None, field(f"One of {', '.join(STRATEGIES)}.", "auto")] = None
+    compile: Annotated[str | None, field(f"Mode of torch.compile: {', '.join(COMPILE_MODES)}.", "not compiled")] = None
     minutes: Annotated[
-        float | None, own("Save and stop after this long; the same command resumes the run.", "no limit")
+        float | None, field("Save and stop after this long; the same command resumes the run.", "no limit")
     ] = None
-    eval_every: Annotated[int | None, own("Updates between validations.", "a tenth of them, or fewer")] = None
-    checkpoint_every: Annotated[int | None, own("Updates between checkpoints.", "every ten minutes")] = None
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start a new run; an existing run in the folder is moved aside.")
-    ] = False
+    eval_every: Annotated[int | None, field("Updates between validations.", "a tenth of them, or fewer")] = None
+    checkpoint_every: Annotated[int | None, field("Updates between checkpoints.", "every ten minutes")] = None
+    fresh: Annotated[bool, flag("fresh", "Start a new run; an existing run in the folder is moved aside.")] = False
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -120,42 +120,40 @@ class TrainingOptions:
         """Return the fields of model and training that were set, by these options, by `more` of them or by --set."""
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"--minutes must be above 0, got {self.minutes:g}")
-        trained = {field.name for field in fields(TrainingConfig)}
+        trained = {each.name for each in fields(TrainingConfig)}
         options = {name: value for name, value in vars(self).items() if name in trained}
         return read_settings(known, self.settings or [], {**options, "devices": parse_devices(self.devices), **more})
 
 
-@flat
+@with_fields_as_options
 def lm(
     preset: Annotated[str, preset_option(PRESETS)] = "quick",
-    mixer: Annotated[str, typer.Option(help=f"Sequence layer: {', '.join(MIXER_CHOICES)}.")] = "delta",
+    mixer: Annotated[str, option(f"Sequence layer: {', '.join(MIXER_CHOICES)}.")] = "delta",
     data: Annotated[
-        Path | None, own("A prepared corpus.", f"{PIECES} for quick, {EMBEDDED} for others, prepared on first use")
+        Path | None, field("A prepared corpus.", f"{PIECES} for quick, {EMBEDDED} for others, prepared on first use")
     ] = None,
-    rule: Annotated[str | None, own(f"Update rule: {', '.join(RULES)}.", "the mixer's")] = None,
-    nu: Annotated[int | None, own("dpfp: parameter ν.", "1")] = None,
-    features: Annotated[int | None, own("performer: number m of random features.", "d_head / 2")] = None,
-    normalization: Annotated[str | None, own(f"One of {', '.join(NAMES['normalization'])}.", "the rule's")] = None,
+    rule: Annotated[str | None, field(f"Update rule: {', '.join(RULES)}.", "the mixer's")] = None,
+    nu: Annotated[int | None, field("dpfp: parameter ν.", "1")] = None,
+    features: Annotated[int | None, field("performer: number m of random features.", "d_head / 2")] = None,
+    normalization: Annotated[str | None, field(f"One of {', '.join(NAMES['normalization'])}.", "the rule's")] = None,
     positions: Annotated[
         str | None,
-        own(f"One of {', '.join(NAMES['positions'])}.", "none for quick, else sinusoid with limited context"),
+        field(f"One of {', '.join(NAMES['positions'])}.", "none for quick, else sinusoid with limited context"),
     ] = None,
     context: Annotated[
         str | None,
-        own(
+        field(
             "limited: each segment starts with an empty memory; carried: it continues from the previous one.",
             "carried for quick and xl, else limited",
         ),
     ] = None,
     documents: Annotated[
-        str | None, own(f"carried: where the memory is emptied: {', '.join(DOCUMENTS)}.", "none")
+        str | None, field(f"carried: where the memory is emptied: {', '.join(DOCUMENTS)}.", "none")
     ] = None,
-    out: Annotated[Path | None, own("Folder of the run.", "runs/PRESET-MIXER")] = None,
-    batch: Annotated[int | None, own("Segments in a batch, over all devices.")] = None,
-    length: Annotated[int | None, own("Tokens in a segment.")] = None,
-    graph: Annotated[
-        bool, typer.Option("--graph", help="Capture updates as CUDA graphs; one process, one GPU.")
-    ] = False,
+    out: Annotated[Path | None, field("Folder of the run.", "runs/PRESET-MIXER")] = None,
+    batch: Annotated[int | None, field("Segments in a batch, over all devices.")] = None,
+    length: Annotated[int | None, field("Tokens in a segment.")] = None,
+    graph: Annotated[bool, flag("graph", "Capture updates as CUDA graphs; one process, one GPU.")] = False,
     list_: Annotated[bool, list_option(PRESETS, RECIPES, FIELDS)] = False,
     *,
     training: TrainingOptions,
@@ -195,25 +193,27 @@ def lm(
     )
 
 
-@flat
+@with_fields_as_options
 def mt(
     preset: Annotated[str, preset_option(MT_PRESETS)] = "quick",
     attention: Annotated[
         str | None,
-        own(
+        field(
             f"Attention everywhere, unless an option below says otherwise: {', '.join(ATTENTIONS)}.",
             "linear for quick, softmax for others",
         ),
     ] = None,
-    data: Annotated[Path | None, own("Prepared pairs.", f"{NUMBERS}, prepared on first use")] = None,
-    encoder: Annotated[str | None, own("Attention within the source.", "--attention")] = None,
-    decoder: Annotated[str | None, own("Attention from the target to its past.", "--attention")] = None,
-    cross: Annotated[str | None, own("Attention from the target to the source.", "--attention")] = None,
-    features: Annotated[int | None, own("performer: number m of random features.", "4 d_head")] = None,
-    nu: Annotated[int | None, own("dpfp: parameter ν.", "2")] = None,
-    rule: Annotated[str | None, own(f"Update rule of the decoder's fast weights: {', '.join(RULES)}.", "sum")] = None,
-    out: Annotated[Path | None, own("Folder of the run.", "runs/mt-PRESET-ATTENTION")] = None,
-    tokens: Annotated[int | None, own("Tokens in a batch on either side, including padding, over all devices.")] = None,
+    data: Annotated[Path | None, field("Prepared pairs.", f"{NUMBERS}, prepared on first use")] = None,
+    encoder: Annotated[str | None, field("Attention within the source.", "--attention")] = None,
+    decoder: Annotated[str | None, field("Attention from the target to its past.", "--attention")] = None,
+    cross: Annotated[str | None, field("Attention from the target to the source.", "--attention")] = None,
+    features: Annotated[int | None, field("performer: number m of random features.", "4 d_head")] = None,
+    nu: Annotated[int | None, field("dpfp: parameter ν.", "2")] = None,
+    rule: Annotated[str | None, field(f"Update rule of the decoder's fast weights: {', '.join(RULES)}.", "sum")] = None,
+    out: Annotated[Path | None, field("Folder of the run.", "runs/mt-PRESET-ATTENTION")] = None,
+    tokens: Annotated[
+        int | None, field("Tokens in a batch on either side, including padding, over all devices.")
+    ] = None,
     list_: Annotated[bool, list_option(MT_PRESETS, MT_RECIPES, MT_FIELDS)] = False,
     *,
     training: TrainingOptions,
@@ -256,15 +256,15 @@ def mt(
 
 
 def set_map_options(chosen: dict[str, Any], mixer: str, nu: int | None, features: int | None) -> None:
-    """Enter --nu and --features as the options of the feature map that has them."""
+    """Store --nu and --features as options of the feature map that they belong to."""
     phi = chosen.get("feature_map", MIXER_CHOICES[mixer].feature_map)
-    for option, owner, name, value in (("--nu", "dpfp", "nu", nu), ("--features", "favor", "m", features)):
+    for asked, owner, name, value in (("--nu", "dpfp", "nu", nu), ("--features", "favor", "m", features)):
         if value is None:
             continue
         if phi != owner:
             has = f"has feature map {phi!r}" if phi else "has no feature map"
             user = next(kind for kind, choice in MIXER_CHOICES.items() if choice.feature_map == owner)
-            raise ValueError(f"{option} is for mixer {user!r}; mixer {mixer!r} {has}")
+            raise ValueError(f"{asked} is for mixer {user!r}; mixer {mixer!r} {has}")
         chosen["feature_map_options"] = {**chosen.get("feature_map_options", {}), name: value}
 
 
@@ -339,5 +339,5 @@ def conclude(result: Result, out: Path, best: str, *commands: str) -> None:
 
 
 def first_process() -> bool:
-    """Return whether this process is the one that speaks; torchrun and Lightning number them in the environment."""
+    """Return whether this process prints messages; torchrun and Lightning number processes in the environment."""
     return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))

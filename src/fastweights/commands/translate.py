@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-import typer
-
 from fastweights.commands.lines import waiting_lines
-from fastweights.commands.options import Device, option, pick_device, require
+from fastweights.commands.options import Device, flag, option, pick_device, require
 from fastweights.commands.results import (
     Beam,
     LengthPenalty,
@@ -38,7 +36,7 @@ def translate(
     checkpoint: Which = "best",
     device: Device = "auto",
     graph: Annotated[
-        bool, typer.Option("--graph", help="Capture steps as CUDA graphs; for decoders with fast weights on a GPU.")
+        bool, flag("graph", "Capture steps as CUDA graphs; for decoders with fast weights on a GPU.")
     ] = False,
 ) -> None:
     """Translate standard input to standard output, line by line; empty lines stay empty.

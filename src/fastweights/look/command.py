@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -61,7 +60,8 @@ def look(
         if not chosen:
             fit = _spread(count, ROOM // bytes_per_layer(recording.blocks[0]))
             if len(fit) < count:
-                say(f"Recorded layers {_listed(fit)} of {count}, to keep the page below 2 MB; --layers takes others.")
+                shown = ", ".join(map(str, fit))
+                say(f"Recorded layers {shown} of {count}, to keep the page below 2 MB; --layers takes others.")
                 recording.blocks[:] = [recording.blocks[number - 1] for number in fit]
         html = page(recording).encode()
     try:
@@ -96,7 +96,3 @@ def _spread(count: int, most: int) -> list[int]:
     """Return the numbers of at most that many of the layers, at least one, from the first to the last."""
     kept = min(count, max(1, most))
     return [1 + round(i * (count - 1) / max(1, kept - 1)) for i in range(kept)]
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
