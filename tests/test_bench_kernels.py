@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections import Counter
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +16,10 @@ import typer
 from rich.console import Console
 from triton.runtime.autotuner import Autotuner
 
-from fastweights.benchmarks.kernels import ahead, checks, command, rivals
-from fastweights.benchmarks.kernels.ahead import Job
-from fastweights.benchmarks.kernels.first_call import first_calls
+from fastweights.benchmarks.kernels import checks, command, first_call, rivals, tuning
 from fastweights.benchmarks.kernels.rivals import RIVALS, rivals_of
 from fastweights.benchmarks.kernels.rows import ROWS, Row, _sample, floor_ms
-from fastweights.benchmarks.kernels.separate import TuningProcess
+from fastweights.benchmarks.kernels.tuning import Job, TuningProcess
 from fastweights.commands import info
 from fastweights.common import provenance
 from fastweights.ops.backends import BACKENDS
@@ -133,7 +132,7 @@ def test_a_row_that_ours_refuse_is_not_wrong():
 
 
 def test_a_line_says_errors_before_times_and_what_has_no_backward():
-    line = command._said({"forward_graph_ms": 0.25, "both_failure": "RuntimeError: why", "errors": {"y": 2e-3}})
+    line = command._summary_line({"forward_graph_ms": 0.25, "both_failure": "RuntimeError: why", "errors": {"y": 2e-3}})
     assert line == "off by y 2e-03; forward 0.250 ms graph; both_failure: RuntimeError: why"
 
 
@@ -156,7 +155,7 @@ def test_processes_that_compile_ahead_share_the_configurations(monkeypatch):
     tuned = triton.autotune(configs, key=[])(_kernel)
     for part in range(3):
         monkeypatch.setattr(Autotuner, "_bench", judge)
-        ahead.compile_share(part, 3)
+        tuning.compile_share(part, 3)
         passed = [config for config in configs if tuned._bench(config=config) == [float("inf")] * 3]
         assert len(passed) == len(configs) - len(configs[part::3])
     assert sorted(config.num_warps for config in ran) == [config.num_warps for config in configs]
@@ -166,11 +165,11 @@ def test_processes_that_compile_ahead_share_the_configurations(monkeypatch):
 @without_gpu
 def test_what_fails_or_takes_too_long_ahead_is_reported():
     jobs = [Job("paper small", "bfloat16", "fastweights", part, 2) for part in range(2)]
-    results = dict(ahead.compile_ahead(jobs[:1], 1))
+    results = dict(tuning.compile_ahead(jobs[:1], 1))
     assert results[jobs[0]]["failure"]
-    late = dict(ahead.compile_ahead(jobs, 2, limit_s=0))
+    late = dict(tuning.compile_ahead(jobs, 2, limit_s=0))
     assert late == {job: {"failure": "StartFailed: a process could not start: no answer in 0 s"} for job in jobs}
-    found = ahead.summary([{"seconds": 2.0}, {"seconds": 3.0, "failure": "Error"}, *late.values()])
+    found = tuning.summary([{"seconds": 2.0}, {"seconds": 3.0, "failure": "Error"}, *late.values()])
     assert (found["processes"], found["together_s"], found["longest_s"]) == (4, 5.0, 3.0)
     assert found["failure"] == "Error; StartFailed: a process could not start: no answer in 0 s"
 
@@ -235,9 +234,21 @@ def test_what_crashes_or_hangs_in_a_separate_process_is_recorded_and_the_next_ru
 
 
 @without_gpu
-def test_first_calls_that_fail_say_why():
-    (row,) = first_calls(["paper small"], "bfloat16")
+def test_first_calls_that_fail_say_why(monkeypatch):
+    variables = []
+
+    @contextmanager
+    def noted(given):
+        """Use the caches that there are: to fill empty ones takes seconds."""
+        variables.append(given)
+        yield
+
+    monkeypatch.setattr(first_call, "environment", noted)
+    (row,) = first_call.first_calls(["paper small"], "bfloat16")
     assert row["name"] == "paper small"
     assert all(row[way]["failure"] for way in ("checked", "from disk", "unchecked"))
     assert "checked failed: " in command._seconds(row)
     assert command._seconds({"name": "x", "checked": {"first_s": 1.234}}) == "checked 1.23 s"
+    before, checked, from_disk, unchecked = (given["TRITON_CACHE_DIR"] for given in variables)
+    assert len({before, checked, unchecked}) == 3 and from_disk == checked
+    assert len({given["PYTHONPYCACHEPREFIX"] for given in variables}) == 1

@@ -12,10 +12,10 @@ import fastweights as fw
 from fastweights.cli import app
 from fastweights.compat.fla import chunk_gated_delta_rule
 from fastweights.conformance.adapters import adapt, convention_of
-from fastweights.conformance.apart import Job, _spread, judge_apart, tune_over
 from fastweights.conformance.cases import CASES, Case
 from fastweights.conformance.judge import Bench, passed
 from fastweights.conformance.problem import RECURRENCES, Setting
+from fastweights.conformance.processes import _spread, judge_in_processes, tune_over
 from fastweights.conformance.ways import as_first_and_last_of
 from fastweights.ops.backends import BACKENDS
 
@@ -304,9 +304,10 @@ def gated_delta(q, k, v, g, beta):
 def test_what_crashes_or_hangs_in_another_process_ends_nothing_else(tmp_path, monkeypatch):
     (tmp_path / "kernels_that_end.py").write_text(MODULE_THAT_ENDS)
     monkeypatch.chdir(tmp_path)
-    job = Job("kernels_that_end:gated_delta", "fla", {}, GATED, torch.float32, "cpu", 0, 8)
     cases = [BY_NAME[name] for name in ("K = V = 60", "K = V = 100", "T = 1", "mask")]
-    rows = {row.case: row for row in judge_apart(job, cases, 1, 3.0)}
+    bench = Bench(GATED, head_size=8)
+    judged = judge_in_processes(bench, "kernels_that_end:gated_delta", "fla", {}, cases, 1, 3.0)
+    rows = {row.case: row for row in judged}
     assert {name: row.verdict for name, row in rows.items()} == {
         "K = V = 60": "error",
         "K = V = 100": "error",
@@ -318,9 +319,9 @@ def test_what_crashes_or_hangs_in_another_process_ends_nothing_else(tmp_path, mo
 
 
 def test_a_process_that_cannot_start_is_no_verdict():
-    job = Job("no_such_module:f", "fla", {}, GATED, torch.float32, "cpu", 0, 8)
+    rows = judge_in_processes(Bench(GATED), "no_such_module:f", "fla", {}, [BY_NAME["plain"]], 1, 60.0)
     with pytest.raises(RuntimeError, match="could not start: ModuleNotFoundError: No module named 'no_such_module'"):
-        list(judge_apart(job, [BY_NAME["plain"]], 1, 60.0))
+        list(rows)
 
 
 def test_cases_that_need_other_kernels_come_first():

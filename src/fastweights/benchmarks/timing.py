@@ -119,7 +119,7 @@ def _wait(device: str) -> None:
 
 
 def attempt(function: Callable[..., dict[str, Any]], *arguments: Any, **options: Any) -> dict[str, Any]:
-    """Return what it returns, or why it failed, and give the memory back to the device."""
+    """Return what the function returns, or {"failure": why not}, and give its memory back to the device."""
     result: dict[str, Any] = {}
     with failure_noted(result):
         result |= function(*arguments, **options)
@@ -129,7 +129,7 @@ def attempt(function: Callable[..., dict[str, Any]], *arguments: Any, **options:
 
 @contextmanager
 def failure_noted(row: dict[str, Any], key: str = "failure") -> Iterator[None]:
-    """Let what fails inside be an entry of `row`, so that the other measurements can still be made."""
+    """Record an exception as an entry of `row`, so that the other measurements can still be made."""
     try:
         yield
     except Exception as error:

@@ -26,57 +26,28 @@ SEED = 0
 VOCABULARY = 1000
 DECODED = 32
 
-# The first has the widths of Qwen3.5-0.8B. All have 4 layers and 1,000 words: what repeats would add nothing.
+# All have 4 layers and 1,000 words: what repeats would add nothing.
 SHARED = {"vocab_size": VOCABULARY, "num_hidden_layers": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 LAYERS = ["linear_attention"] * 3 + ["full_attention"]
+
+
+def qwen(width: int, hidden: int, heads: int, head_dim: int, linear_heads: int, linear_head_dim: int) -> dict[str, Any]:
+    """Return the sizes of a model of the architecture of Qwen3.5."""
+    sizes = {"hidden_size": width, "intermediate_size": hidden, "head_dim": head_dim}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": 2}
+    sizes |= {f"linear_num_{part}_heads": linear_heads for part in ("key", "value")}
+    return sizes | {f"linear_{part}_head_dim": linear_head_dim for part in ("key", "value")}
+
+
+KIMI = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
+KIMI |= {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+KIMI |= {"linear_num_heads": 4, "linear_head_dim": 64}
+# By name and width: the module of transformers, the name of the configuration, and its sizes.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen3.5-1024": (
-        "qwen3_5",
-        "qwen3_5_text",
-        {
-            "hidden_size": 1024,
-            "intermediate_size": 3584,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-        },
-    ),
-    "qwen3.5-256": (
-        "qwen3_5",
-        "qwen3_5_text",
-        {
-            "hidden_size": 256,
-            "intermediate_size": 896,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "linear_num_key_heads": 8,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-        },
-    ),
-    "kimi-linear-256": (
-        "kimi_linear",
-        "kimi_linear",
-        {
-            "hidden_size": 256,
-            "intermediate_size": 1024,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 64,
-            "qk_nope_head_dim": 64,
-            "qk_rope_head_dim": 32,
-            "v_head_dim": 64,
-            "linear_num_heads": 4,
-            "linear_head_dim": 64,
-            "mlp_layer_types": ["dense"] * 4,
-        },
-    ),
+    # The widths of Qwen3.5-0.8B.
+    "qwen3.5-1024": ("qwen3_5", "qwen3_5_text", qwen(1024, 3584, 8, 256, 16, 128)),
+    "qwen3.5-256": ("qwen3_5", "qwen3_5_text", qwen(256, 896, 4, 64, 8, 64)),
+    "kimi-linear-256": ("kimi_linear", "kimi_linear", {**KIMI, "mlp_layer_types": ["dense"] * 4}),
 }
 
 

@@ -31,11 +31,11 @@ from fastweights.common.files import write_atomically
 from fastweights.common.provenance import installed, origin
 from fastweights.common.tables import look_up
 from fastweights.conformance.adapters import NAMES, adapt, convention_of, load
-from fastweights.conformance.apart import Job, judge_apart
 from fastweights.conformance.cases import CASES, Case
 from fastweights.conformance.judge import VERDICTS, Bench, Row, passed
 from fastweights.conformance.oracle import LEAST, SAFETY
 from fastweights.conformance.problem import HEAD_SIZE, RECURRENCES, recurrence_of
+from fastweights.conformance.processes import judge_in_processes
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STYLES = {"right": "green", "inexact": "yellow", "wrong": "red", "error": "red"}
@@ -68,17 +68,13 @@ def verify(
     dtype: Annotated[str | None, option(f"{', '.join(DTYPES)}.", "float32, on a GPU bfloat16")] = None,
     device: Device = "auto",
     seed: Annotated[int, option("Seed of the random inputs.")] = 0,
-    head_size: Annotated[
-        int, typer.Option(min=1, help="Channels of keys and values, except in cases about sizes.")
-    ] = HEAD_SIZE,
+    head_size: Annotated[int, option("Channels of keys and values, except in cases about sizes.", min=1)] = HEAD_SIZE,
     processes: Annotated[
-        int | None,
-        typer.Option(min=0, help="Number of separate processes that run the cases.", show_default="0, on a GPU 1"),
+        int | None, option("Number of separate processes that run the cases.", "0, on a GPU 1", min=0)
     ] = None,
     limit: Annotated[float, option("Seconds that a case may take in a separate process.")] = 300.0,
     tune_over: Annotated[
-        int | None,
-        typer.Option(min=1, help="Largest number of configurations over which Triton tunes a kernel."),
+        int | None, option("Largest number of configurations over which Triton tunes a kernel.", min=1)
     ] = None,
     out: Annotated[Path | None, option("Write the verdicts to this JSON file.", False)] = None,
     json: AsJson = False,
@@ -102,13 +98,11 @@ def verify(
         apart = processes if processes is not None else int(where.startswith("cuda"))
         if tune_over and not apart:
             raise ValueError("--tune-over changes Triton in other processes only; add --processes 1")
-    recurrence = RECURRENCES[name]
+    bench = Bench(RECURRENCES[name], kind, where, seed, head_size)
     if apart:
-        job = Job(function, called, options, recurrence, kind, where, seed, head_size, tune_over)
-        judged = judge_apart(job, chosen, apart, limit)
+        judged = judge_in_processes(bench, function, called, options, chosen, apart, limit, tune_over)
     else:
-        bench = Bench(recurrence, kind, where, seed, head_size)
-        judged = bench.judge(adapt(loaded, called, recurrence, options), chosen)
+        judged = bench.judge(adapt(loaded, called, bench.recurrence, options), chosen)
     console = Console(stderr=json)
     about = {
         "function": function,

@@ -7,15 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fastweights.conformance.problem import Recurrence, Setting
-from fastweights.conformance.ways import (
-    Way,
-    as_first_and_last_of,
-    beside_nan,
-    in_parts,
-    plainly,
-    poisoned,
-    row_by_row,
-)
+from fastweights.conformance.ways import Way, as_first_and_last_of, beside_nan, in_parts, plainly, poisoned, row_by_row
 
 GATES = ("q", "k", "v", "g", "beta")
 PACKED = (0, 5, 64, 0, 0, 1, 63, 70, 0)
@@ -48,8 +40,8 @@ class Case:
         """Whether the final state is asked for."""
         return "state" in (*self.outputs, self.through)
 
-    def beside_the_point(self, recurrence: Recurrence) -> str | None:
-        """Say why the case means nothing for a recurrence; None where it does."""
+    def not_applicable(self, recurrence: Recurrence) -> str | None:
+        """Say why the case does not apply to a recurrence; None where it does."""
         if self.setting.log_decay is not None and recurrence.decays == "no":
             return "this recurrence has no decay"
         if self.setting.beta is not None and not recurrence.beta:

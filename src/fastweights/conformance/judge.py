@@ -43,25 +43,21 @@ class Row:
         return {**asdict(self), "errors": found}
 
 
+@dataclass
 class Bench:
     """The cases for one recurrence, with the oracle's answers, which it works out once for all functions."""
 
-    def __init__(
-        self,
-        recurrence: Recurrence,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-        seed: int = 0,
-        head_size: int = HEAD_SIZE,
-    ) -> None:
-        self.recurrence, self.dtype, self.device, self.seed = recurrence, dtype, device, seed
-        self.head_size = head_size
-        self._known: dict[Case, tuple[Results, dict[str, float]]] = {}
+    recurrence: Recurrence
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    seed: int = 0
+    head_size: int = HEAD_SIZE
+    _known: dict[Case, tuple[Results, dict[str, float]]] = field(default_factory=dict, init=False)
 
     def judge(self, function: Function, cases: Sequence[Case] = CASES) -> Iterator[Row]:
         """Yield the verdict on each case."""
         for case in cases:
-            if reason := case.beside_the_point(self.recurrence):
+            if reason := case.not_applicable(self.recurrence):
                 yield Row(case.name, UNSUPPORTED, note=reason)
             elif reason := case.skipped(self.device):
                 yield Row(case.name, SKIPPED, note=reason)

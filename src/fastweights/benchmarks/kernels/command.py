@@ -16,14 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from fastweights.benchmarks.kernels import checks, layers
-from fastweights.benchmarks.kernels.ahead import Job, compile_ahead, summary
 from fastweights.benchmarks.kernels.first_call import first_calls
 from fastweights.benchmarks.kernels.rivals import RIVALS, has, judge_and_time, measure_rival, ours, rivals_of
 from fastweights.benchmarks.kernels.rows import DTYPES, LIMITS, ROWS, SEED, floor_ms
-from fastweights.benchmarks.kernels.separate import COMPILING_LIMIT_S, LIMIT_S, TuningProcess
+from fastweights.benchmarks.kernels.tuning import COMPILING_LIMIT_S, LIMIT_S, Job, TuningProcess, compile_ahead, summary
 from fastweights.benchmarks.record import Out, Record
 from fastweights.benchmarks.timing import attempt, bandwidth, failure_noted
-from fastweights.commands.options import AsJson, chosen_names, input_errors, option
+from fastweights.commands.options import AsJson, chosen_names, flag, input_errors, option
 from fastweights.common.provenance import installed
 from fastweights.common.tables import look_up
 from fastweights.ops.backends import BACKENDS
@@ -38,8 +37,8 @@ PACKAGES = ("triton", "fla-core", "flash-qla", "tilelang")
 Ahead = dict[tuple[str, str, str], dict[str, Any]]
 
 
-def _begun(name: str, dtype: str, bytes_per_s: float) -> dict[str, Any]:
-    """Return what is known of a row before it is measured."""
+def _described(name: str, dtype: str, bytes_per_s: float) -> dict[str, Any]:
+    """Describe a row before it is measured."""
     row = ROWS[name]
     case = {"part": "shape", "name": name, "rule": row.rule, "per_key": row.per_key, "shape": list(row.shape)}
     return case | {"dtype": dtype, "floor_ms": floor_ms(row, DTYPES[dtype], bytes_per_s), "measured": {}}
@@ -70,8 +69,8 @@ def _verdict(found: dict[str, Any], dtype: str) -> dict[str, Any]:
     return {"errors": errors, "right": right} | ({"failure": failure} if failure else {})
 
 
-def _said(found: dict[str, Any]) -> str:
-    """Return what was found for one way to compute a row, in a line: errors, then times."""
+def _summary_line(found: dict[str, Any]) -> str:
+    """Summarise one way to compute a row in a line: errors, then times."""
     if "failure" in found:
         return f"failed: {found['failure']}"
     errors = ", ".join(f"{name} {error:.0e}" for name, error in found.get("errors", {}).items())
@@ -194,9 +193,7 @@ def _seconds(row: dict[str, Any]) -> str:
 
 def run(
     out: Out = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Measure only two rows, and check only a few kernels.")
-    ] = False,
+    quick: Annotated[bool, flag("quick", "Measure only two rows, and check only a few kernels.")] = False,
     rivals: Annotated[
         str, option(f"Rivals, from {', '.join(RIVALS)}; fla first tunes itself for a minute.")
     ] = "sdpa,chunked",
@@ -210,7 +207,7 @@ def run(
         list[str] | None, typer.Option("--part", help=f"Do only this: {', '.join(PARTS)}; repeatable.")
     ] = None,
     ahead: Annotated[
-        int, typer.Option(min=0, help="Processes that compile everything before anything is timed; 0: at first calls.")
+        int, option("Processes that compile everything before anything is timed; 0: at first calls.", min=0)
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -242,11 +239,11 @@ def run(
         if {"fla", "flashqla"} & set(which):
             separate.start()
         for name, dtype in pairs:
-            cases.append(_begun(name, dtype, bytes_per_s))
+            cases.append(_described(name, dtype, bytes_per_s))
             record.add(cases[-1])
             console.print(f"{name}, {dtype}:")
             for who, found in _case(name, dtype, which, budget_ms, compiled, separate):
-                console.print(f"  {who}: {_said(found)}", highlight=False, markup=False)
+                console.print(f"  {who}: {_summary_line(found)}", highlight=False, markup=False)
                 cases[-1]["measured"][who] = found
                 if who == "fastweights":
                     cases[-1] |= _verdict(found, dtype)

@@ -130,7 +130,7 @@ def decode(batch: int, budget_ms: float, H: int = 8, d: int = 32) -> dict[str, d
 
 
 def decode_fla(batch: int, budget_ms: float, H: int = 8, d: int = 32) -> dict[str, Any]:
-    """Time the same token through as many of fla's recurrent kernels."""
+    """Time the same token through as many calls of fla's recurrent kernel."""
     from fla.ops.delta_rule import fused_recurrent_delta_rule
 
     q, k, v, beta, states = _token(batch, H, d)

@@ -21,7 +21,7 @@ RIVALS = ("sdpa", "chunked", "fla", "flashqla")
 
 @dataclass(frozen=True)
 class Rival:
-    """Somebody else's way to compute a row, or a way of ours that is no kernel.
+    """Another way to compute a row: somebody else's, or one of ours that is not a kernel.
 
     Attributes:
         name: for the table.
@@ -118,7 +118,7 @@ def has(package: str) -> bool:
 
 
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compile for these sizes alone, as if no others had been compiled before: else they would become variables."""
+    """Compile for these sizes alone: once others were compiled, `torch.compile` would treat sizes as variables."""
     made: list[Callable[..., Tensor]] = []
 
     def run(*leaves: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def judge_and_time(row: Row, dtype: str, rival: Rival, budget_ms: float) -> dict
 
 
 def named(row: Row, dtype: str, name: str) -> Rival:
-    """Return the one of that name that takes a row."""
+    """Return the rival of that name for a row."""
     return next(rival for rival in (ours(row), *rivals_of(row, dtype, RIVALS)) if rival.name == name)
 
 

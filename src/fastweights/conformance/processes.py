@@ -4,45 +4,44 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from fastweights.common.separate import ProcessFailed, SeparateProcess, StartFailed, side_by_side
+from fastweights.common.separate import SeparateProcess, StartFailed, side_by_side
 from fastweights.conformance.adapters import adapt, load
 from fastweights.conformance.cases import CASES, Case
 from fastweights.conformance.judge import ERROR, Bench, Row
-from fastweights.conformance.problem import Recurrence
 
 
-class Job(NamedTuple):
-    """What is judged, and by which inputs; see `adapt` and `Bench`."""
-
-    target: str
-    convention: str
-    options: dict[str, Any]
-    recurrence: Recurrence
-    dtype: torch.dtype
-    device: str
-    seed: int
-    head_size: int
-    configurations: int | None = None
-
-
-def judge_apart(job: Job, cases: Sequence[Case], processes: int, limit_s: float) -> Iterator[Row]:
+def judge_in_processes(
+    bench: Bench,
+    target: str,
+    convention: str,
+    options: Mapping[str, Any],
+    cases: Sequence[Case],
+    processes: int,
+    limit_s: float,
+    configurations: int | None = None,
+) -> Iterator[Row]:
     """Yield the verdict on each case as it is found, by that many processes; none may take longer than the limit.
 
     Cases that need other kernels than those before them come first, so that processes do not compile the same at once.
+
+    Args:
+        target, convention, options: as in `load` and `adapt`.
+        configurations: as in `tune_over`.
     """
-    workers = [SeparateProcess(_judge, job) for _ in range(min(processes, len(cases)))]
+    arguments = (bench, target, convention, options, configurations)
+    workers = [SeparateProcess(_judge, *arguments) for _ in range(min(processes, len(cases)))]
     # Cases hold functions, which cannot be sent: their numbers are.
     numbers = [CASES.index(case) for case in _spread(cases)]
     for number, found in side_by_side(workers, numbers, limit_s, can_continue=lambda found: found[1]):
         if isinstance(found, StartFailed):
             raise found
-        yield Row(CASES[number].name, ERROR, note=str(found)) if isinstance(found, ProcessFailed) else found[0]
+        yield Row(CASES[number].name, ERROR, note=str(found)) if isinstance(found, Exception) else found[0]
 
 
 def _spread(cases: Sequence[Case]) -> list[Case]:
@@ -56,13 +55,14 @@ def _spread(cases: Sequence[Case]) -> list[Case]:
     return sorted(cases, key=lambda case: ranks[case.name])
 
 
-def _judge(job: Job) -> Callable[[int], tuple[Row, bool]]:
+def _judge(
+    bench: Bench, target: str, convention: str, options: Mapping[str, Any], configurations: int | None
+) -> Callable[[int], tuple[Row, bool]]:
     """Return a function that judges the case of a number, and says whether the device can still be used."""
     sys.path.insert(0, "")
-    if job.configurations is not None:
-        tune_over(job.configurations)
-    function = adapt(load(job.target), job.convention, job.recurrence, job.options)
-    bench = Bench(job.recurrence, job.dtype, job.device, job.seed, job.head_size)
+    if configurations is not None:
+        tune_over(configurations)
+    function = adapt(load(target), convention, bench.recurrence, options)
 
     def judge(number: int) -> tuple[Row, bool]:
         case = CASES[number]
@@ -71,7 +71,7 @@ def _judge(job: Job) -> Callable[[int], tuple[Row, bool]]:
         except Exception as failure:
             # What a kernel did to the GPU's context may show only later, in what is ours.
             row = Row(case.name, ERROR, note=f"{type(failure).__name__}: {str(failure).splitlines()[0][:160]}")
-        return row, _is_usable(job.device)
+        return row, _is_usable(bench.device)
 
     return judge
 
