@@ -91,7 +91,7 @@ def test_the_order_is_part_of_a_cell(monkeypatch):
     table = EXPERIMENTS["table4"]
     config = table.cell("wikipedia-fast", "delta-nopos", 128, 1111, context).config
     seen = {}
-    monkeypatch.setattr(language_tables, "LanguageTask", lambda *texts, **cutting: seen.update(cutting))
+    monkeypatch.setattr(language_tables, "LanguageTask", lambda *texts, **batching: seen.update(batching))
     monkeypatch.setattr(language_tables, "corpus_of", lambda config, data: None)
     language_tables.build(config, None)
     assert config["order"] == seen["order"] == "shuffled" and seen["seed"] == 1111

@@ -8,6 +8,7 @@ import signal
 import traceback
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar, cast
 
@@ -32,9 +33,14 @@ def in_processes(
     Args:
         work: takes a task and a function that reports on it; a function of a module, or a `partial` of one.
         tasks: each is taken when a process is free for it.
-        jobs: processes, each with its share of the cores. With the first error, all are asked to stop.
+        jobs: processes, each with its share of the cores, or 1 for work in this process. With the first error, all are
+            asked to stop.
         on_report: told the number of a task and what its work reports.
     """
+    if jobs == 1:
+        for number, task in enumerate(tasks):
+            yield number, work(task, partial(on_report, number))
+        return
     # A fork would inherit PyTorch's threads in whatever state they are.
     context = multiprocessing.get_context("spawn")
     threads = max(1, provenance.cores() // jobs)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastweights.experiments.engine.departures import departures
 from fastweights.experiments.engine.shape import Shape
@@ -213,7 +213,7 @@ Judge = Callable[[Results], list[Claim]]
 CellOutcomes = Generator[tuple[Cell, CellOutcome], None, None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Setup:
     """What cells are run with; nothing here changes what comes out.
 
@@ -234,21 +234,13 @@ class Setup:
     force: bool = False
 
 
-class About(NamedTuple):
-    """Name of an experiment, its title, where it is in the paper, and what the paper says it shows."""
-
-    name: str
-    title: str
-    where: str
-    statement: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """One figure or table of the paper.
 
     Args:
-        name, title, where, statement: as in `About`.
+        name: of the folder of results, and for the command line.
+        title, where, statement: for the page: where it is in the paper, and what the paper says it shows.
         models: name of each model in `config`, and its label in figures; one unnamed entry where there is no choice.
         configure: the whole configuration of the cell (scale name, model, size, seed; what is `given` by name).
         configure_as_paper: the same by the paper's protocol, where the experiment itself departs from it.
@@ -325,7 +317,7 @@ class Experiment:
             return False
 
     def label(self, records: Sequence[CellRecord]) -> str:
-        """Name results by what they are: by their scale, or by their data and training where those are not its own."""
+        """Name results by their scale, or by their data and training where those are not the scale's own."""
         scale = records[0].config["scale"]
         at = self.scales[scale]
         if scale in SCALES and (scale not in FULL or self.is_full(records)):

@@ -10,8 +10,9 @@ L - stride words; those with carried context in one go through the text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fastweights.data.text.corpus import Corpus
 from fastweights.data.text.documents import mark_documents
 from fastweights.experiments.engine import runner
 from fastweights.experiments.engine.corpora import SPLITS, WIKITEXT2, WIKITEXT103, corpus_of, make_inputs
-from fastweights.experiments.engine.experiment import About, Experiment, Judge, Plot, Scale, storable
+from fastweights.experiments.engine.experiment import Experiment, Plot, Scale, storable
 from fastweights.experiments.engine.perplexity import Shown, entry, table
 from fastweights.experiments.engine.shape import Shape
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig, check_forgets
@@ -192,38 +193,35 @@ def labels(*names: str) -> dict[str, str]:
     return {name: MODELS[name].label for name in names}
 
 
-def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
-    """Return the `Experiment.configure` of a table with those scales, in full, so that no default can change it."""
-
-    def configure(
-        scale: str, model: str, size: int, seed: int, corpus: Mapping[str, Any], set: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        at, row = scales[scale].options["language"], MODELS[model]
-        runner.check_settings(FIELDS, set)
-        choice = {"preset": at.presets[size], **row.choice, **at.settings, "seed": seed, **set}
-        found = plan(corpus["words"], **choice)
-        if row.wide:
-            wide = {"m": found.model.d_model // found.model.n_heads}
-            found = plan(corpus["words"], **{"feature_map_options": wide, **choice})
-        task = found.task
-        if task["documents"] != "none":
-            check_forgets(found.model)
-        rule = found.model.rule if found.model.mixer == "fast_weight" else "none"
-        # Named only where they are not the default: older cells keep their names.
-        usual = {"documents": "none", "order": "stream"}
-        return runner.entries(
-            (scale, model, size, seed),
-            {"corpus": corpus, "set": set},
-            found.training,
-            rule=rule,
-            **{name: task[name] for name in ("segment", "batch_size", "eval_batch", "context")},
-            excerpt=at.excerpt,
-            network=storable(found.model.to_dict()),
-            evaluations=_evaluations(at, found.model.mixer, task["context"]),
-            **{name: task[name] for name, value in usual.items() if task[name] != value},
-        )
-
-    return configure
+def configure(
+    scales: Mapping[str, Scale], *place: Any, corpus: Mapping[str, Any], set: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the whole configuration of the cell at `place` (scale, model, size, seed) in a table with those scales."""
+    scale, model, size, seed = place
+    at, row = scales[scale].options["language"], MODELS[model]
+    runner.check_settings(FIELDS, set)
+    choice = {"preset": at.presets[size], **row.choice, **at.settings, "seed": seed, **set}
+    found = plan(corpus["words"], **choice)
+    if row.wide:
+        wide = {"m": found.model.d_model // found.model.n_heads}
+        found = plan(corpus["words"], **{"feature_map_options": wide, **choice})
+    task = found.task
+    if task["documents"] != "none":
+        check_forgets(found.model)
+    rule = found.model.rule if found.model.mixer == "fast_weight" else "none"
+    # Named only where they are not the default: older cells keep their names.
+    usual = {"documents": "none", "order": "stream"}
+    return runner.cell_config(
+        place,
+        {"corpus": corpus, "set": set},
+        found.training,
+        rule=rule,
+        **{name: task[name] for name in ("segment", "batch_size", "eval_batch", "context")},
+        excerpt=at.excerpt,
+        network=storable(found.model.to_dict()),
+        evaluations=_evaluations(at, found.model.mixer, task["context"]),
+        **{name: task[name] for name, value in usual.items() if task[name] != value},
+    )
 
 
 def _evaluations(at: LanguageScale, mixer: str, context: str) -> list[dict[str, Any]]:
@@ -239,11 +237,11 @@ def _evaluations(at: LanguageScale, mixer: str, context: str) -> list[dict[str, 
 def build(config: Mapping[str, Any], data: Path | None) -> tuple[LanguageTask, TrainingConfig]:
     """Return the task and the training of a cell."""
     corpus, network = corpus_of(config, data), LanguageModelConfig.from_dict(config["network"])
-    task = LanguageTask(network, corpus, eval_batch=config["eval_batch"], **cutting(config))
+    task = LanguageTask(network, corpus, eval_batch=config["eval_batch"], **batching(config))
     return task, runner.training_of(config, log_every=min(200, max(1, config["steps"] // 50)))
 
 
-def cutting(config: Mapping[str, Any]) -> dict[str, Any]:
+def batching(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return how the text of a cell is cut for training, as `LanguageTask` takes it."""
     names = ("segment", "batch_size", "context", "documents", "order", "seed")
     return {name: config[name] for name in names if name in config}
@@ -269,20 +267,20 @@ def _evaluate(
 ) -> dict[str, Any]:
     how = evaluate.protocol(**options, model=model.config, trained_segment=config["segment"], device=device)
     found: dict[str, Any] = {"mem_len": how.mem_len} if how.mem_len is not None else {}
+
+    def measure(split: str) -> dict[str, Any]:
+        stream = mark_documents(corpus.split(split), corpus.tokenizer, config.get("documents", "none"))
+        result = evaluate.measure(model, stream, how)
+        return {"loss": result.loss, "ppl": result.ppl, "tokens": result.tokens}
+
     for split in SPLITS:
-
-        def measure(split: str = split) -> dict[str, Any]:
-            stream = mark_documents(corpus.split(split), corpus.tokenizer, config.get("documents", "none"))
-            result = evaluate.measure(model, stream, how)
-            return {"loss": result.loss, "ppl": result.ppl, "tokens": result.tokens}
-
-        found[split] = runner.kept(folder / "eval" / f"{split}-{how.slug}.json", measure)
+        found[split] = runner.read_or_measure(folder / "eval" / f"{split}-{how.slug}.json", partial(measure, split))
     if how.mem_len is not None:
         model.set_memory(how.mem_len, how.clamp_len)
     return {**found, "state_size": model.state_size(how.segment)}
 
 
-run = runner.runner(runner.Trainable(build, score))
+run = runner.runner(build, score)
 
 
 _WORDS_OF_A_PASS = {"wikipedia-100m": ("Wikipedia", 103_800_000)}
@@ -301,12 +299,7 @@ def describe(config: Mapping[str, Any]) -> str:
 
 
 def experiment(
-    about: About,
-    models: Mapping[str, str],
-    scales: Mapping[str, Scale],
-    claims: Judge,
-    numbers: Mapping[int, Mapping[str, Shown]],
-    **rest: Any,
+    models: Mapping[str, str], scales: Mapping[str, Scale], numbers: Mapping[int, Mapping[str, Shown]], **rest: Any
 ) -> Experiment:
     """Return a table of language models. `numbers` are the paper's perplexities, by d_model and model."""
     shared: dict[str, Any] = {
@@ -322,10 +315,10 @@ def experiment(
         "formerly": tuple(STAND_INS),
         "size_name": "D",
         "paper_corpus": WIKITEXT103.name,
-        "configure": configure(scales),
-        "configure_as_paper": configure(PROTOCOL),
+        "configure": partial(configure, scales),
+        "configure_as_paper": partial(configure, PROTOCOL),
         "describe": describe,
         "decided_by": "the paper's steps on WikiText-103, at scale paper",
         "fixed_sizes": True,
     }
-    return Experiment(**about._asdict(), models=models, scales=scales, claims=claims, **{**shared, **rest})
+    return Experiment(models=models, scales=scales, **{**shared, **rest})

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from fastweights.common import provenance
 from fastweights.experiments.engine.experiment import (
     NOT_RUN,
-    About,
     Cell,
     CellOutcome,
     CellOutcomes,
     Claim,
     Experiment,
-    Judge,
-    Plot,
     Results,
     Scale,
     Setup,
@@ -83,18 +81,16 @@ SMOKE = Scale(
 )
 
 
-def configure(setting: int, scales: Mapping[str, Scale]) -> Callable[[str, str, int, int], Mapping[str, Any]]:
-    """Return the function from scale, model, size and seed to the whole configuration, training defaults included."""
-
-    def config(scale: str, model: str, size: int, seed: int) -> Mapping[str, Any]:
-        whole = RetrievalConfig(setting=setting, model=model, size=size, seed=seed, **scales[scale].options)
-        entries = {"scale": scale, "rule": whole.entry.rule, **storable(asdict(whole))}
-        # Named only where it is off: cells that were trained before there was the choice keep their names.
-        if whole.exact_shortcuts:
-            del entries["exact_shortcuts"]
-        return entries
-
-    return config
+def configure(
+    setting: int, scales: Mapping[str, Scale], scale: str, model: str, size: int, seed: int
+) -> Mapping[str, Any]:
+    """Return the whole configuration of a cell, the defaults of its training included."""
+    whole = RetrievalConfig(setting=setting, model=model, size=size, seed=seed, **scales[scale].options)
+    entries = {"scale": scale, "rule": whole.entry.rule, **storable(asdict(whole))}
+    # Named only where it is off: cells that were trained before there was the choice keep their names.
+    if whole.exact_shortcuts:
+        del entries["exact_shortcuts"]
+    return entries
 
 
 def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
@@ -116,21 +112,12 @@ def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
         yield by_config[config], CellOutcome(metrics, result.wall_s)
 
 
-def figure(
-    setting: int,
-    about: About,
-    models: Mapping[str, str],
-    scales: Mapping[str, Scale],
-    claims: Judge,
-    plot: Plot,
-    **rest: Any,
-) -> Experiment:
+def figure(setting: int, scales: Mapping[str, Scale], **rest: Any) -> Experiment:
     """Return the experiment of a figure in that setting of the paper (1: Sec. 6.1.1, 2: Sec. 6.1.2)."""
-    how = {"configure": configure(setting, scales), "run": run, "stored": STORED}
-    return Experiment(**about._asdict(), models=models, scales=scales, claims=claims, plot=plot, **how, **rest)
+    return Experiment(scales=scales, configure=partial(configure, setting, scales), run=run, stored=STORED, **rest)
 
 
-def narrowed(
+def at_one_size(
     scales: Mapping[str, Scale], choose: Callable[[Sequence[int]], int], costs: Sequence[str], **small: Any
 ) -> dict[str, Scale]:
     """Return the scales of a figure that shows one size of another: its costs in their order, and what `small` is."""

@@ -1,11 +1,12 @@
-"""Cells that are runs of the training loop, each in a folder of its own, from which an interrupted one is resumed.
+"""Two ways to run cells: `measured`, one after the other, and `runner`, by the training loop.
 
-    run = runner(Trainable(build, score))
+    run = runner(build, score)
 
-What is to be learned and how it is scored is the experiment's; here are the folder, the processes, and the metrics that
-every run has: `curve` and `training_curve` ([[step, value], ...]), of the validations `best_loss` and `last_loss`, or
-`best_bleu` and `last_bleu` where that is the task's score, `steps`, `tokens`, `tokens_per_s` and `memory_bytes`. A
-training that diverges is a result too: `diverged_at`.
+Each training has a folder of its own, from which an interrupted one is resumed. What is to be learned and how it is
+scored is the experiment's; here are the folder, the processes, and the metrics that every run has: `curve` and
+`training_curve` ([[step, value], ...]), of the validations `best_loss` and `last_loss`, or `best_bleu` and `last_bleu`
+where that is the task's score, `steps`, `tokens`, `tokens_per_s` and `memory_bytes`. A training that diverges is a
+result too: `diverged_at`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,15 @@ from rich.console import Console
 from fastweights.common import provenance
 from fastweights.common.files import write_atomically
 from fastweights.common.processes import in_processes
-from fastweights.experiments.engine.experiment import BadInput, Cell, CellOutcome, CellOutcomes, Setup, storable
+from fastweights.experiments.engine.experiment import (
+    BadInput,
+    Cell,
+    CellOutcome,
+    CellOutcomes,
+    Experiment,
+    Setup,
+    storable,
+)
 from fastweights.experiments.engine.shape import CURVE, Shape
 from fastweights.training.engine.config import Fields, TrainingConfig
 from fastweights.training.engine.diagnosis import Diverged
@@ -44,6 +53,10 @@ from fastweights.training.runs.signals import Interrupted
 
 CellConfig = Mapping[str, Any]
 Report = Callable[[int, float], None]
+Measure = Callable[[CellConfig], Mapping[str, Any]]
+Build = Callable[[CellConfig, Path | None], tuple[Task, TrainingConfig]]
+Work = Callable[[tuple[CellConfig, Path], Report], tuple[dict[str, Any], float]]
+ScoreRun = Callable[[CellConfig, Path, Path | None, str], Mapping[str, Any]]
 OWN_OPTIONS = {"seed": "--seeds", **dict.fromkeys(("accelerator", "devices", "nodes", "strategy"), "--device")}
 """Fields of every training that are not for --set, and the option that decides each."""
 
@@ -51,17 +64,20 @@ POINTS = 250
 """The most points of a training curve that are kept."""
 
 
-@dataclass(frozen=True)
-class Trainable:
-    """How the cells of an experiment are trained. Both are functions of a module, so that other processes find them.
+def measured(measure: Measure, **rest: Any) -> Experiment:
+    """Return an experiment whose cells are measured one after the other, without training or anything to select."""
 
-    Args:
-        build: what to train for a configuration, with the data in that folder.
-        score: the metrics of the run in a folder once it is trained (configuration, run, data, device).
-    """
+    def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
+        return measure_each(cells, measure)
 
-    build: Callable[[CellConfig, Path | None], tuple[Task, TrainingConfig]]
-    score: Callable[[CellConfig, Path, Path | None, str], Mapping[str, Any]]
+    return Experiment(run=run, fixed_sizes=True, selectable=False, **rest)
+
+
+def measure_each(cells: Sequence[Cell], measure: Measure) -> CellOutcomes:
+    """Measure cells by their configurations, and yield each with its outcome."""
+    for cell in cells:
+        start = time.perf_counter()
+        yield cell, CellOutcome(measure(cell.config), time.perf_counter() - start)
 
 
 def stored(corpus: Mapping[str, Shape], scores: Mapping[str, Shape]) -> Shape:
@@ -71,26 +87,42 @@ def stored(corpus: Mapping[str, Shape], scores: Mapping[str, Shape]) -> Shape:
     return {"config": config, "metrics": lambda metrics: every if "diverged_at" in metrics else {**every, **scores}}
 
 
-def runner(kind: Trainable) -> Callable[[Sequence[Cell], Setup], CellOutcomes]:
+def runner(build: Build, score: ScoreRun) -> Callable[[Sequence[Cell], Setup], CellOutcomes]:
     """Return the `Experiment.run` of such cells.
 
     On a CPU as many cells as there are cores are trained at once, with a thread each, which for small models does more
     than all threads on one; on a GPU one at a time.
+
+    Args:
+        build: returns what to train for a configuration, with the data in that folder.
+        score: returns the metrics of the run in a folder once it is trained (configuration, run, data, device). Both
+            are functions of a module, so that other processes find them.
     """
 
     def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
         jobs = min(len(cells), setup.jobs or (1 if setup.device.startswith("cuda") else provenance.cores()))
-        outcomes = _one_by_one(kind, cells, setup) if jobs == 1 else _in_processes(kind, cells, setup, jobs)
+        work: Work = partial(train_cell, build, score, setup.data, setup.device)
+        if jobs > 1:
+            work = partial(_in_a_process, work)
+        tasks = ((cell.config, _folder(cell, setup)) for cell in cells)
+
+        def report(number: int, step: int, loss: float) -> None:
+            setup.on_progress(cells[number], step, loss)
+
         try:
-            for cell, outcome in outcomes:
-                yield cell, outcome
-                # Whoever takes the next outcome has stored this one.
-                if not setup.keep:
-                    shutil.rmtree(setup.folder / cell.slug, ignore_errors=True)
+            with closing(in_processes(work, tasks, jobs, report)) as done:
+                for number, result in done:
+                    yield cells[number], CellOutcome(*result)
+                    # Whoever takes the next outcome has stored this one.
+                    if not setup.keep:
+                        shutil.rmtree(setup.folder / cells[number].slug, ignore_errors=True)
         except RunError as error:
             raise BadInput(str(error)) from None
+        except Interrupted as stop:
+            if stop.code == 128 + signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise
         finally:
-            outcomes.close()
             # Empty unless a cell was interrupted or kept, or another process is training cells in it.
             with suppress(OSError):
                 setup.folder.rmdir()
@@ -99,29 +131,30 @@ def runner(kind: Trainable) -> Callable[[Sequence[Cell], Setup], CellOutcomes]:
 
 
 def train_cell(
-    kind: Trainable, config: CellConfig, folder: Path, data: Path | None, device: str, report: Report
+    build: Build, score: ScoreRun, data: Path | None, device: str, task: tuple[CellConfig, Path], report: Report
 ) -> tuple[dict[str, Any], float]:
     """Train and score one cell, or resume it; return its metrics and the seconds of all its parts."""
+    config, folder = task
     here = local_settings(device, config)
-    task, training = kind.build(config, data)
+    learned, training = build(config, data)
     reset_peak_and_compiler(device)
     training = replace(training, **here)
     about = {"data": str(data.resolve())} if data else {}
     diverged = None
     try:
-        train(task, training, folder, console=Console(quiet=True), about=about, watch=_Watch(report))
+        train(learned, training, folder, console=Console(quiet=True), about=about, watch=_Watch(report))
     except Diverged as error:
         diverged = error.step
     except CheckpointError as error:
         raise OSError(f"{folder.name}: {error}") from None
     records = read_log(folder / "log.jsonl")
-    metrics = measurements(records, task.score)
+    metrics = measurements(records, learned.score)
     start = time.perf_counter()
     if diverged is None:
         # A GPU would otherwise keep the training's memory while the evaluation asks for its own.
         if device.startswith("cuda"):
             torch.cuda.empty_cache()
-        metrics |= kind.score(config, folder, data, device)
+        metrics |= score(config, folder, data, device)
     else:
         metrics |= {"diverged_at": diverged}
     wall = max((record.get("wall_s", 0.0) for record in records), default=0.0)
@@ -165,8 +198,8 @@ def check_settings(fields: Fields, settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is not for --set: it follows from {OWN_OPTIONS[name]}")
 
 
-def entries(
-    place: tuple[str, str, int, int], given: Mapping[str, Mapping[str, Any]], training: TrainingConfig, **more: Any
+def cell_config(
+    place: Sequence[Any], given: Mapping[str, Mapping[str, Any]], training: TrainingConfig, **more: Any
 ) -> dict[str, Any]:
     """Return the configuration of a cell at a place (scale, model, size, seed): the inputs, its training and `more`.
 
@@ -179,7 +212,7 @@ def entries(
     return {**where, **inputs, "steps": about["steps"], **more, "training": about}
 
 
-def kept(path: Path, measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+def read_or_measure(path: Path, measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """Return a score from the file of an earlier, interrupted command, or measure it and keep it there."""
     if not path.exists():
         write_atomically(path, json.dumps(storable(measure())).encode())
@@ -236,42 +269,13 @@ def _folder(cell: Cell, setup: Setup) -> Path:
     return folder
 
 
-def _one_by_one(kind: Trainable, cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
-    for cell in cells:
-
-        def report(step: int, loss: float, cell: Cell = cell) -> None:
-            setup.on_progress(cell, step, loss)
-
-        try:
-            result = train_cell(kind, cell.config, _folder(cell, setup), setup.data, setup.device, report)
-        except Interrupted as stop:
-            if stop.code == 128 + signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise
-        yield cell, CellOutcome(*result)
-
-
-def _in_processes(kind: Trainable, cells: Sequence[Cell], setup: Setup, jobs: int) -> CellOutcomes:
-    tasks = ((cell.config, _folder(cell, setup)) for cell in cells)
-
-    def report(number: int, step: int, loss: float) -> None:
-        setup.on_progress(cells[number], step, loss)
-
-    with closing(in_processes(partial(_work, kind, setup.data, setup.device), tasks, jobs, report)) as results:
-        for number, result in results:
-            yield cells[number], CellOutcome(*result)
-
-
-def _work(
-    kind: Trainable, data: Path | None, device: str, task: tuple[CellConfig, Path], report: Report
-) -> tuple[dict[str, Any], float]:
+def _in_a_process(work: Work, task: tuple[CellConfig, Path], report: Report) -> tuple[dict[str, Any], float]:
     """Train one cell in a process of its own, whose errors come out as those of the sweep."""
-    config, folder = task
     try:
-        return train_cell(kind, config, folder, data, device, report)
+        return work(task, report)
     except (RunError, ValueError, BadInput, ImportError) as error:
         raise BadInput(str(error)) from None
     except OSError:
         raise
     except Exception:
-        raise RuntimeError(f"{folder.name} failed:\n{traceback.format_exc()}") from None
+        raise RuntimeError(f"{task[1].name} failed:\n{traceback.format_exc()}") from None

@@ -309,7 +309,7 @@ def _completed(record: CellRecord, paper: Any, corpora: Mapping[str, Any]) -> Ce
     """Return the record with the paper's current values, and with what it was scored on if only the corpus says it."""
     corpus = corpora.get(record.config.get("corpus", {}).get("fingerprint"))
     told = {"sets": corpus["sets"]} if corpus and not record.metrics.get("sets") else {}
-    return _record({**_entry(record), "paper": paper, "metrics": {**record.metrics, **told}})
+    return replace(record, paper=paper, metrics={**record.metrics, **told})
 
 
 def _moved(record: CellRecord, stand_in: str) -> CellRecord:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from fastweights.common import provenance
 from fastweights.experiments.engine.experiment import BadInput, Cell, CellRecord, Experiment, Setup, inputs_of
@@ -66,19 +66,11 @@ def sweep(
     try:
         if missing:
             folder = store.folder(experiment.name) / "runs"
-            how: dict[str, Any] = {"jobs": jobs, "data": data, "keep": keep, "force": force}
-            setup = Setup(device=device, on_progress=watcher.step, folder=folder, **how)
+            setup = Setup(device, watcher.step, folder, jobs, data, keep, force)
             with closing(experiment.run(missing, setup)) as outcomes:
                 for cell, outcome in outcomes:
-                    record = CellRecord(
-                        metrics=outcome.metrics,
-                        wall_s=outcome.wall_s,
-                        config=cell.config,
-                        paper=cell.paper,
-                        commit=provenance.commit(),
-                        hardware=provenance.hardware(device),
-                        versions=provenance.versions(),
-                    )
+                    about = {"config": cell.config, "paper": cell.paper, **provenance.origin(device)}
+                    record = CellRecord(outcome.metrics, outcome.wall_s, **about)
                     _save(store, experiment.name, record)
                     finished.add(cell.slug)
                     watcher.done(record)

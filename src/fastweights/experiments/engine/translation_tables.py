@@ -7,8 +7,9 @@ without averaging checkpoints [App. E].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,33 +116,30 @@ def identify(folder: Path) -> dict[str, Any]:
 make_inputs = inputs_from(lambda: _numbers(), "to translate number words", _folder_of, identify)
 
 
-def configure(scales: Mapping[str, Scale]) -> Callable[..., Mapping[str, Any]]:
-    """Return the `Experiment.configure` of the table, in full, so that no default can change it."""
-
-    def configure(
-        scale: str, model: str, size: int, seed: int, corpus: Mapping[str, Any], set: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        at, row = scales[scale].options["translation"], MODELS[model]
-        if size not in at.presets:
-            known = ", ".join(f"{width} ({preset})" for width, preset in at.presets.items())
-            raise ValueError(f"at scale {scale} d_model is one of {known}, got {size}")
-        runner.check_settings(FIELDS, set)
-        _check_used(model, set)
-        shared = {"preset": at.presets[size], "attention": row.attention, **at.settings, "seed": seed, **set}
-        d_key = plan_translation(corpus["pieces"], **shared).model.d_head
-        found = plan_translation(corpus["pieces"], **{**row.choice(d_key), **shared})
-        return runner.entries(
-            (scale, model, size, seed),
-            {"corpus": corpus, "set": set},
-            found.training,
-            rule="none" if row.attention == "softmax" else found.model.rule,
-            d_dot=found.model.d_dot(row.attention),
-            network=storable(found.model.to_dict()),
-            batches=storable(found.task),
-            decoding={"beam": at.beam, "length_penalty": at.length_penalty, "sentences": at.sentences},
-        )
-
-    return configure
+def configure(
+    scales: Mapping[str, Scale], *place: Any, corpus: Mapping[str, Any], set: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the whole configuration of the cell at `place` (scale, model, size, seed) in a table with those scales."""
+    scale, model, size, seed = place
+    at, row = scales[scale].options["translation"], MODELS[model]
+    if size not in at.presets:
+        known = ", ".join(f"{width} ({preset})" for width, preset in at.presets.items())
+        raise ValueError(f"at scale {scale} d_model is one of {known}, got {size}")
+    runner.check_settings(FIELDS, set)
+    _check_used(model, set)
+    shared = {"preset": at.presets[size], "attention": row.attention, **at.settings, "seed": seed, **set}
+    d_key = plan_translation(corpus["pieces"], **shared).model.d_head
+    found = plan_translation(corpus["pieces"], **{**row.choice(d_key), **shared})
+    return runner.cell_config(
+        place,
+        {"corpus": corpus, "set": set},
+        found.training,
+        rule="none" if row.attention == "softmax" else found.model.rule,
+        d_dot=found.model.d_dot(row.attention),
+        network=storable(found.model.to_dict()),
+        batches=storable(found.task),
+        decoding={"beam": at.beam, "length_penalty": at.length_penalty, "sentences": at.sentences},
+    )
 
 
 def _check_used(model: str, settings: Mapping[str, Any]) -> None:
@@ -173,11 +171,8 @@ def score(config: Mapping[str, Any], folder: Path, data: Path | None, device: st
     found["sets"] = sets(corpus.manifest)
     samples: list[Any] = []
     for split in (split for split in SPLITS if split in corpus.splits):
-
-        def measure(split: str = split) -> dict[str, Any]:
-            return _translate(model, corpus, split, config["decoding"], device)
-
-        found[split] = runner.kept(folder / "eval" / f"{split}-table1.json", measure)
+        measure = partial(_translate, model, corpus, split, config["decoding"], device)
+        found[split] = runner.read_or_measure(folder / "eval" / f"{split}-table1.json", measure)
         samples = found[split].pop("samples")
     return {**found, "samples": samples}
 
@@ -190,13 +185,8 @@ def _translate(model: Any, corpus: ParallelCorpus, split: str, how: Mapping[str,
     found = bleu(hypotheses, references)
     right = sum(map(str.__eq__, hypotheses, references)) / len(references)
     samples = list(zip(sources, references, hypotheses, strict=True))[:SAMPLES]
-    return {
-        "bleu": found.score,
-        "exact": right,
-        "sentences": len(sources),
-        "signature": found.signature,
-        "samples": samples,
-    }
+    score = {"bleu": found.score, "exact": right, "sentences": len(sources), "signature": found.signature}
+    return {**score, "samples": samples}
 
 
-run = runner.runner(runner.Trainable(build, score))
+run = runner.runner(build, score)

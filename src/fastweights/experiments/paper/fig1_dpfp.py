@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fastweights.experiments.engine.experiment import NOT_RUN, About, Claim, Plot, Results, Scale
-from fastweights.experiments.engine.measured import measured
+from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Plot, Results, Scale
+from fastweights.experiments.engine.runner import measured
 from fastweights.experiments.engine.shape import Shape
 from fastweights.feature_maps import feature_map
 
@@ -29,13 +29,6 @@ STORED: Shape = {
     | dict.fromkeys(("largest_overlap", "distance_to_equations"), float)
     | {"shares": [float], "axis": [float], "surfaces": [[[float]]]}
 }
-ABOUT = About(
-    "fig1",
-    "DPFP from two to four dimensions",
-    "Figure 1, Sec. 5.4",
-    "Each vector in the plane has a single non-zero component in the four-dimensional space, which splits the plane "
-    "equally into four areas that are orthogonal after the projection.",
-)
 
 
 def configure(scale: str, model: str, size: int, seed: int) -> Mapping[str, Any]:
@@ -92,6 +85,17 @@ def claims(results: Results) -> list[Claim]:
     return [Claim(text, found[key][0], paper, found[key][1]) for key, (text, paper) in texts.items()]
 
 
-LABELS = {"dpfp-1": "DPFP-1"}
-PLOT = Plot(kind="surfaces", x_label="k₁", y_label="k₂")
-EXPERIMENT = measured(ABOUT, LABELS, SCALES, measure, claims, configure=configure, plot=PLOT, stored=STORED)
+EXPERIMENT = measured(
+    measure,
+    name="fig1",
+    title="DPFP from two to four dimensions",
+    where="Figure 1, Sec. 5.4",
+    statement="Each vector in the plane has a single non-zero component in the four-dimensional space, which splits "
+    "the plane equally into four areas that are orthogonal after the projection.",
+    models={"dpfp-1": "DPFP-1"},
+    scales=SCALES,
+    configure=configure,
+    claims=claims,
+    plot=Plot(kind="surfaces", x_label="k₁", y_label="k₂"),
+    stored=STORED,
+)

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastweights.experiments.engine import retrieval
-from fastweights.experiments.engine.experiment import About, Claim, Plot, Results, Scale
+from fastweights.experiments.engine.experiment import Claim, Plot, Results, Scale
 from fastweights.experiments.engine.retrieval import (
     CODE_NOTE,
     CODE_OPTIONS,
@@ -54,14 +54,6 @@ SCALES = {
 }
 PAPER_ONSETS = {"linear": "errors from S = 60 on; limit 64"}
 TOLERANCE = 0.25
-ABOUT = About(
-    "fig2",
-    "Capacity of the memories",
-    "Figure 2, Sec. 6.1.1 (setting 1)",
-    "A linear memory fails once S exceeds d_dot: linear attention begins to accumulate errors with 60 or more "
-    "associations, DPFP-1, 2 and 3 as they approach 128, 256 and 384. FAVOR+ fails to achieve a loss of 0 in any "
-    "experiment. Softmax outperforms all φ, although it struggles to fully converge with more than 500 keys.",
-)
 
 
 def claims(results: Results) -> list[Claim]:
@@ -128,5 +120,17 @@ def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if limit is None else {"capacity": limit}
 
 
-PLOT = Plot(kind="scatter", x_label="number of unique keys S", y_label="loss")
-EXPERIMENT = figure(1, ABOUT, retrieval.SETTING_1, SCALES, claims, PLOT, paper=paper)
+EXPERIMENT = figure(
+    1,
+    SCALES,
+    name="fig2",
+    title="Capacity of the memories",
+    where="Figure 2, Sec. 6.1.1 (setting 1)",
+    statement="A linear memory fails once S exceeds d_dot: linear attention begins to accumulate errors with 60 or "
+    "more associations, DPFP-1, 2 and 3 as they approach 128, 256 and 384. FAVOR+ fails to achieve a loss of 0 in any "
+    "experiment. Softmax outperforms all φ, although it struggles to fully converge with more than 500 keys.",
+    models=retrieval.SETTING_1,
+    claims=claims,
+    plot=Plot(kind="scatter", x_label="number of unique keys S", y_label="loss"),
+    paper=paper,
+)

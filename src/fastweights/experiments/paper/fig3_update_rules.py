@@ -6,8 +6,8 @@ Its cells are the smallest ones of App. D.2 (`fig5_capacity2`), which also names
 from __future__ import annotations
 
 from fastweights.experiments.engine import retrieval
-from fastweights.experiments.engine.experiment import About, Claim, Plot, Results
-from fastweights.experiments.engine.retrieval import TARGET, beats, figure, narrowed, not_run, show
+from fastweights.experiments.engine.experiment import Claim, Plot, Results
+from fastweights.experiments.engine.retrieval import TARGET, at_one_size, beats, figure, not_run, show
 from fastweights.experiments.paper import fig5_capacity2
 
 MODELS = ("dpfp-1-sum", "dpfp-1-delta", "schlag2021", "schlag2021-dpfp")
@@ -15,7 +15,7 @@ SOLVES = f"The delta rule solves the task (loss ≤ {TARGET})"
 SUM_LEVEL = 0.1
 SUM_STAYS = f"The sum rule stays near {SUM_LEVEL}"
 BEATS = {other: f"The delta rule beats {label}" for other, label in fig5_capacity2.OTHER_RULES.items()}
-SCALES = narrowed(
+SCALES = at_one_size(
     fig5_capacity2.SCALES,
     # The size of the paper where the sister figure has it; otherwise, at scale smoke, its smallest.
     lambda sizes: 20 if 20 in sizes else sizes[0],
@@ -26,12 +26,6 @@ SCALES = narrowed(
 )
 NEAR = 3
 """By which factor a loss may miss a level that can only be read off the figure's logarithmic axis."""
-ABOUT = About(
-    "fig3",
-    "Learning curves of the update rules",
-    "Figure 3, Sec. 6.1.2 (setting 2, S = 20, L = 40)",
-    "The delta rule outperforms all other variants. As expected, the sum rule fails.",
-)
 
 
 def claims(results: Results) -> list[Claim]:
@@ -52,6 +46,15 @@ def loss_between(results: Results, model: str, least: float, most: float, text: 
     return Claim(text, f"{show(loss)} after {steps} steps", paper, least <= loss <= most)
 
 
-PLOT = Plot(kind="curves", x_label="training steps", y_label="evaluation loss", log_y=True, y_range=(5e-4, 100))
-LABELS = {model: retrieval.SETTING_2[model] for model in MODELS}
-EXPERIMENT = figure(2, ABOUT, LABELS, SCALES, claims, PLOT, fixed_sizes=True)
+EXPERIMENT = figure(
+    2,
+    SCALES,
+    name="fig3",
+    title="Learning curves of the update rules",
+    where="Figure 3, Sec. 6.1.2 (setting 2, S = 20, L = 40)",
+    statement="The delta rule outperforms all other variants. As expected, the sum rule fails.",
+    models={model: retrieval.SETTING_2[model] for model in MODELS},
+    claims=claims,
+    plot=Plot(kind="curves", x_label="training steps", y_label="evaluation loss", log_y=True, y_range=(5e-4, 100)),
+    fixed_sizes=True,
+)

@@ -9,13 +9,13 @@ import math
 from itertools import pairwise
 
 from fastweights.experiments.engine import retrieval
-from fastweights.experiments.engine.experiment import About, Claim, Plot, Results
-from fastweights.experiments.engine.retrieval import FAILURE, beats, d_dot, figure, narrowed, not_run, show
+from fastweights.experiments.engine.experiment import Claim, Plot, Results
+from fastweights.experiments.engine.retrieval import FAILURE, at_one_size, beats, d_dot, figure, not_run, show
 from fastweights.experiments.paper import fig2_capacity
 
 BY_LIMIT = "The final losses fall as the capacity grows"
 ALL_FAIL = f"Every φ with d_dot < S fails (loss above {FAILURE})"
-SCALES = narrowed(
+SCALES = at_one_size(
     fig2_capacity.SCALES,
     max,
     ("3 s", "1 min on 2 cores", "1 min on an H200", "1 min on an H200"),
@@ -23,13 +23,6 @@ SCALES = narrowed(
     decides=(BY_LIMIT, ALL_FAIL),
 )
 BY_CAPACITY = ("linear", "dpfp-1", "dpfp-2", "dpfp-3")
-ABOUT = About(
-    "fig4",
-    "Learning curves beyond capacity",
-    "Figure 4, App. D.1 (setting 1, S = 600)",
-    "Learning curves with 600 unique keys and values, more than linear attention and DPFP can hold. What the paper "
-    "says of capacity then puts their final losses in the order of d_dot, with softmax below them all.",
-)
 
 
 def claims(results: Results) -> list[Claim]:
@@ -65,5 +58,17 @@ def beyond_capacity_all_fail(results: Results) -> Claim:
     return Claim(text, ours, paper, not solved)
 
 
-PLOT = Plot(kind="curves", x_label="training steps", y_label="evaluation loss")
-EXPERIMENT = figure(1, ABOUT, retrieval.SETTING_1, SCALES, claims, PLOT, fixed_sizes=True, paper=fig2_capacity.paper)
+EXPERIMENT = figure(
+    1,
+    SCALES,
+    name="fig4",
+    title="Learning curves beyond capacity",
+    where="Figure 4, App. D.1 (setting 1, S = 600)",
+    statement="Learning curves with 600 unique keys and values, more than linear attention and DPFP can hold. What the "
+    "paper says of capacity then puts their final losses in the order of d_dot, with softmax below them all.",
+    models=retrieval.SETTING_1,
+    claims=claims,
+    plot=Plot(kind="curves", x_label="training steps", y_label="evaluation loss"),
+    fixed_sizes=True,
+    paper=fig2_capacity.paper,
+)

@@ -14,7 +14,7 @@ which drew the figures; an option of `RetrievalConfig` has the text's way:
 from __future__ import annotations
 
 from fastweights.experiments.engine import retrieval
-from fastweights.experiments.engine.experiment import About, Claim, Plot, Results, Scale
+from fastweights.experiments.engine.experiment import Claim, Plot, Results, Scale
 from fastweights.experiments.engine.retrieval import CODE_NOTE, CODE_OPTIONS, SMOKE, beats, figure
 
 SIZES = tuple(range(20, 201, 20))
@@ -30,14 +30,6 @@ SCALES = {
     "code": Scale(sizes=SIZES, options=CODE_OPTIONS, cost="3 min on an H200", note=CODE_NOTE),
     "paper": Scale(sizes=SIZES, cost="2 min on an H200"),
 }
-ABOUT = About(
-    "fig5",
-    "Update rules and the number of keys",
-    "Figure 5, App. D.2 (setting 2)",
-    "In all problems, with different sequence lengths and numbers of unique keys, the delta rule outperforms all other "
-    "approaches. FAVOR+ with the delta rule resulted in not-a-number and was left out; here a key whose features "
-    "underflow is not written, so it trains and is shown.",
-)
 OTHER_RULES = {
     "dpfp-1-sum": "the sum rule",
     "schlag2021": "Schlag (2021)",
@@ -52,5 +44,16 @@ def claims(results: Results) -> list[Claim]:
     ]
 
 
-PLOT = Plot(kind="scatter", x_label="number of unique keys S", y_label="loss", log_y=True, y_range=(1e-4, 1e3))
-EXPERIMENT = figure(2, ABOUT, retrieval.SETTING_2, SCALES, claims, PLOT)
+EXPERIMENT = figure(
+    2,
+    SCALES,
+    name="fig5",
+    title="Update rules and the number of keys",
+    where="Figure 5, App. D.2 (setting 2)",
+    statement="In all problems, with different sequence lengths and numbers of unique keys, the delta rule outperforms "
+    "all other approaches. FAVOR+ with the delta rule resulted in not-a-number and was left out; here a key whose "
+    "features underflow is not written, so it trains and is shown.",
+    models=retrieval.SETTING_2,
+    claims=claims,
+    plot=Plot(kind="scatter", x_label="number of unique keys S", y_label="loss", log_y=True, y_range=(1e-4, 1e3)),
+)

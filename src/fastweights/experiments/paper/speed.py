@@ -31,7 +31,6 @@ from fastweights.experiments.engine import language_tables
 from fastweights.experiments.engine.corpora import WIKITEXT103
 from fastweights.experiments.engine.experiment import (
     NOT_RUN,
-    About,
     Cell,
     CellInputs,
     CellOutcomes,
@@ -44,8 +43,7 @@ from fastweights.experiments.engine.experiment import (
     UserInput,
 )
 from fastweights.experiments.engine.language_tables import SMALL, SMOKE, LanguageScale, at_scale
-from fastweights.experiments.engine.measured import one_by_one
-from fastweights.experiments.engine.runner import local_settings, reset_peak_and_compiler, training_of
+from fastweights.experiments.engine.runner import local_settings, measure_each, reset_peak_and_compiler, training_of
 from fastweights.models.language_model import LanguageModelConfig
 from fastweights.training.engine.distributed import launch
 from fastweights.training.engine.learner import Learner
@@ -92,14 +90,6 @@ SCALES = {
         PAPER_SIZES, measured=_FULL, cost="10 min on a GPU", note="As in training, but for updates only."
     ),
 }
-ABOUT = About(
-    "speed",
-    "Speed and memory of the language models",
-    "Sec. 6.3 (complexity, wall clock time, memory)",
-    "Linear Transformer with and without our delta update rule: 63 K and 66 K words/sec, and 14 and 13 GB. The extra "
-    "resource requirement is thus marginal. They are faster than the regular Transformers implemented in PyTorch which "
-    "process 33 K words/sec and require 17 GB memory.",
-)
 
 
 def make_inputs(scale: str, request: UserInput) -> CellInputs:
@@ -109,24 +99,22 @@ def make_inputs(scale: str, request: UserInput) -> CellInputs:
 def configure(scale: str, model: str, size: int, seed: int, set: Mapping[str, Any], device: str) -> Mapping[str, Any]:
     at = SCALES[scale].options
     corpus = {"words": at["words"]}
-    whole = language_tables.configure(SCALES)(scale, model, size, seed, corpus=corpus, set=set)
+    whole = language_tables.configure(SCALES, scale, model, size, seed, corpus=corpus, set=set)
     unused = ("corpus", "evaluations", "excerpt", "eval_batch", "steps")
     kept = {name: value for name, value in whole.items() if name not in unused}
     return {**kept, "device": device, "stretches": at["stretches"], "updates": at["updates"]}
 
 
-def configure_as_paper(
-    scale: str, model: str, size: int, seed: int, set: Mapping[str, Any], device: str
-) -> Mapping[str, Any]:
+def configure_as_paper(*place: Any, **given: Any) -> Mapping[str, Any]:
     """Return the cell of the paper, which measured on GPUs."""
-    return configure(scale, model, size, seed, set, "cuda")
+    return configure(*place, **{**given, "device": "cuda"})
 
 
 def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
     """Measure one after the other whatever `jobs` says: they would slow each other down."""
     # What libraries hold once they are in use belongs to none of the models.
     measure({**cells[0].config, "stretches": 1, "updates": 1}, setup.device)
-    for cell, outcome in one_by_one(cells, partial(measure, device=setup.device)):
+    for cell, outcome in measure_each(cells, partial(measure, device=setup.device)):
         loss = outcome.metrics["last_loss"]
         setup.on_progress(cell, cell.config["updates"], math.nan if loss is None else loss)
         yield cell, outcome
@@ -141,7 +129,7 @@ def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
     stretches, updates = config["stretches"], config["updates"]
     tokens = config["segment"] * config["batch_size"]
     corpus = _text(network.vocab_size, tokens * (stretches + 1) * updates + config["batch_size"])
-    task = LanguageTask(network, corpus, eval_batch=1, **language_tables.cutting(config))
+    task = LanguageTask(network, corpus, eval_batch=1, **language_tables.batching(config))
     settings = replace(training_of(config), **local_settings(device, config))
     learner = Learner(launch(task, settings), task, settings)
     speeds = []
@@ -246,7 +234,12 @@ def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 EXPERIMENT = Experiment(
-    **ABOUT._asdict(),
+    name="speed",
+    title="Speed and memory of the language models",
+    where="Sec. 6.3 (complexity, wall clock time, memory)",
+    statement="Linear Transformer with and without our delta update rule: 63 K and 66 K words/sec, and 14 and 13 GB. "
+    "The extra resource requirement is thus marginal. They are faster than the regular Transformers implemented in "
+    "PyTorch which process 33 K words/sec and require 17 GB memory.",
     models=LABELS,
     scales=SCALES,
     configure=configure,

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastweights.experiments.engine.experiment import (
     NOT_RUN,
-    About,
     CellRecord,
     Claim,
     Experiment,
@@ -107,14 +107,6 @@ SCALES = {
     ),
     "paper": PAPER_SCALE,
 }
-ABOUT = About(
-    "table1",
-    "φ functions in machine translation",
-    "Table 1, Sec. 6.2",
-    "The Performer is as good as the basic Transformer when the number of samples m is large enough. Our DPFP model "
-    "outperforms the Linear Transformer as well as the Performer when d_dot is relatively small; providing a good "
-    "trade-off between simplicity and performance.",
-)
 
 
 def bleu(record: CellRecord, split: str) -> float | None:
@@ -216,7 +208,7 @@ def _learned(value: float | None) -> str:
 
 def configure_as_paper(scale: str, model: str, size: int, seed: int, **given: Any) -> Mapping[str, Any]:
     """Return the cell of the paper, which has one size."""
-    return configure(SCALES)(scale, model, SIZE, seed, **given)
+    return configure(SCALES, scale, model, SIZE, seed, **given)
 
 
 def paper(config: Mapping[str, Any]) -> dict[str, float]:
@@ -231,10 +223,15 @@ def describe(config: Mapping[str, Any]) -> str:
 
 
 EXPERIMENT = Experiment(
-    **ABOUT._asdict(),
+    name="table1",
+    title="φ functions in machine translation",
+    where="Table 1, Sec. 6.2",
+    statement="The Performer is as good as the basic Transformer when the number of samples m is large enough. Our "
+    "DPFP model outperforms the Linear Transformer as well as the Performer when d_dot is relatively small; providing "
+    "a good trade-off between simplicity and performance.",
     models=LABELS,
     scales=SCALES,
-    configure=configure(SCALES),
+    configure=partial(configure, SCALES),
     configure_as_paper=configure_as_paper,
     run=run,
     claims=claims,

@@ -12,7 +12,7 @@ paper's "40 M parameters" are 44 M. Scale `code` also repeats that the first upd
 from __future__ import annotations
 
 from fastweights.experiments.engine import language_tables
-from fastweights.experiments.engine.experiment import About, Claim, Results
+from fastweights.experiments.engine.experiment import Claim, Results
 from fastweights.experiments.engine.perplexity import Pair, best_of, delta_is_lower
 
 PAPER: dict[int, dict[str, Pair]] = {
@@ -35,12 +35,6 @@ LABELS = language_tables.labels(*PAPER[128])
 SCALES = language_tables.scales(
     tuple(PAPER), ("2 s", "1 min on 2 cores", "12.3 G words each small model, 8.6 G each medium one")
 )
-ABOUT = About(
-    "table2",
-    "Update rules in language models",
-    "Table 2, Sec. 6.3 (limited context)",
-    "In both configurations, our update rule provides convincing improvements over the sum update rule.",
-)
 
 
 def claims(results: Results) -> list[Claim]:
@@ -52,4 +46,13 @@ def claims(results: Results) -> list[Claim]:
     ]
 
 
-EXPERIMENT = language_tables.experiment(ABOUT, LABELS, SCALES, claims, PAPER)
+EXPERIMENT = language_tables.experiment(
+    LABELS,
+    SCALES,
+    PAPER,
+    name="table2",
+    title="Update rules in language models",
+    where="Table 2, Sec. 6.3 (limited context)",
+    statement="In both configurations, our update rule provides convincing improvements over the sum update rule.",
+    claims=claims,
+)

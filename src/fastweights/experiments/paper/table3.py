@@ -8,7 +8,7 @@ between validation and test where the others have 1.7 to 2.0: 28.1 may be a misp
 from __future__ import annotations
 
 from fastweights.experiments.engine import language_tables
-from fastweights.experiments.engine.experiment import About, Claim, Results
+from fastweights.experiments.engine.experiment import Claim, Results
 from fastweights.experiments.engine.perplexity import Pair, against, all_of, best_of, lower
 
 PAPER: dict[str, Pair] = {
@@ -19,13 +19,6 @@ PAPER: dict[str, Pair] = {
 }
 LABELS = {**language_tables.labels(*PAPER), "delta": "positions, no attention norm."}
 SCALES = language_tables.scales((256,), ("2 s", "1 min on 2 cores", "8.6 G words each model"))
-ABOUT = About(
-    "table3",
-    "Positions and attention normalisation",
-    "Table 3, Sec. 6.3 (delta rule, medium)",
-    "Better perplexities are obtained when no additional attention normalisation is applied. The absolute positional "
-    "encoding is not needed.",
-)
 
 
 def claims(results: Results) -> list[Claim]:
@@ -43,4 +36,14 @@ def pairwise(results: Results, pairs: list[tuple[str, str]], text: str) -> Claim
     return all_of([lower(results, *pair, text, against({256: PAPER}, *pair)) for pair in pairs], text)
 
 
-EXPERIMENT = language_tables.experiment(ABOUT, LABELS, SCALES, claims, {256: PAPER})
+EXPERIMENT = language_tables.experiment(
+    LABELS,
+    SCALES,
+    {256: PAPER},
+    name="table3",
+    title="Positions and attention normalisation",
+    where="Table 3, Sec. 6.3 (delta rule, medium)",
+    statement="Better perplexities are obtained when no additional attention normalisation is applied. The absolute "
+    "positional encoding is not needed.",
+    claims=claims,
+)

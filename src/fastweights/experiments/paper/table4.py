@@ -15,12 +15,12 @@ Transformer-XL is trained as its own script does it, 200,000 steps with a warm-u
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastweights.experiments.engine import language_tables
 from fastweights.experiments.engine.corpora import SPLITS
-from fastweights.experiments.engine.experiment import NOT_RUN, About, Claim, Results, Table
+from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Results, Table
 from fastweights.experiments.engine.perplexity import (
     PAPER_HEADER,
     Pair,
@@ -58,52 +58,44 @@ BREAKS = 2.0
 FRACTION = 2.0
 """A state is a fraction of another that is at least this many times as large."""
 
-ABOUT = About(
-    "table4",
-    "Without truncating context",
-    "Table 4, Sec. 6.3 (carried context, medium)",
-    "The Delta Net yields a slight improvement over the best model with a limited context window, unlike the baseline "
-    "Linear Transformer model with the naive sum update rule which breaks. When we take the state size into account, "
-    "the Delta Net performs very well with a small state size.",
-)
-
 
 def claims(results: Results) -> list[Claim]:
     return [
-        sum_breaks(results),
-        worse_without_normalisation(results),
-        delta_improves(results),
+        compared(
+            results,
+            ("linear-carried", "linear"),
+            f"The sum rule breaks without truncation (at least {BREAKS:g} times its limited perplexity)",
+            f"over 260 against {show_pair(LIMITED['linear'])}",
+            lambda carried, limited: all(a >= BREAKS * b for a, b in zip(carried, limited, strict=True)),
+        ),
+        compared(
+            results,
+            ("linear-carried-nonorm", "linear-carried"),
+            "Without attention normalisation the sum rule is even worse",
+            "over 1600 against over 260",
+            lambda without, normalised: is_lower(normalised, without),
+        ),
+        lower(
+            results,
+            "delta-carried",
+            "delta-nopos",
+            "The Delta Network improves when context is not truncated",
+            f"{show_pair(PAPER['delta-carried'])} against {show_pair(LIMITED['delta-nopos'])}",
+        ),
         better_than_xl_of_its_size(results),
         xl_needs_more(results),
     ]
 
 
-def sum_breaks(results: Results) -> Claim:
-    text = f"The sum rule breaks without truncation (at least {BREAKS:g} times its limited perplexity)"
-    paper = f"over 260 against {show_pair(LIMITED['linear'])}"
-    found = _means(results, "linear-carried", "linear")
-    if found is None:
+def compared(
+    results: Results, models: tuple[str, str], text: str, paper: str, holds: Callable[[Pair, Pair], bool]
+) -> Claim:
+    """Judge the perplexities of two models at the one size of the table."""
+    pairs = [mean(results, model, size) for size in results.sizes()[:1] for model in models]
+    found = [pair for pair in pairs if pair is not None]
+    if len(found) < 2:
         return Claim(text, NOT_RUN, paper, None)
-    carried, limited = found
-    holds = all(a >= BREAKS * b for a, b in zip(carried, limited, strict=True))
-    return Claim(text, f"{show_pair(carried)} against {show_pair(limited)}", paper, holds)
-
-
-def worse_without_normalisation(results: Results) -> Claim:
-    text = "Without attention normalisation the sum rule is even worse"
-    paper = "over 1600 against over 260"
-    found = _means(results, "linear-carried-nonorm", "linear-carried")
-    if found is None:
-        return Claim(text, NOT_RUN, paper, None)
-    without, normalised = found
-    worse = is_lower(normalised, without)
-    return Claim(text, f"{show_pair(without)} against {show_pair(normalised)}", paper, worse)
-
-
-def delta_improves(results: Results) -> Claim:
-    text = "The Delta Network improves when context is not truncated"
-    paper = f"{show_pair(PAPER['delta-carried'])} against {show_pair(LIMITED['delta-nopos'])}"
-    return lower(results, "delta-carried", "delta-nopos", text, paper)
+    return Claim(text, f"{show_pair(found[0])} against {show_pair(found[1])}", paper, holds(*found))
 
 
 def better_than_xl_of_its_size(results: Results) -> Claim:
@@ -129,14 +121,6 @@ def xl_needs_more(results: Results) -> Claim:
         return Claim(text, f"more than {max(states)[0] / size:.3g} times, the most that was tried", paper, True)
     ours = "a state of the same size" if min(enough) == size else f"{min(enough) / size:.3g} times"
     return Claim(text, ours, paper, min(enough) >= FRACTION * size)
-
-
-def _means(results: Results, *models: str) -> tuple[Pair, ...] | None:
-    """Return the perplexities of those models at the one size of the table, None where one is missing."""
-    sizes = results.sizes()
-    found = [mean(results, model, sizes[0]) for model in models] if sizes else []
-    present = tuple(pair for pair in found if pair is not None)
-    return present if present and len(present) == len(models) else None
 
 
 def _delta_and_xl(results: Results) -> tuple[tuple[int, Pair] | None, list[tuple[int, Pair]]]:
@@ -193,4 +177,17 @@ def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**(found or {}), "memories": {str(memory): pair for memory, pair in PAPER_XL.items()}}
 
 
-EXPERIMENT = language_tables.experiment(ABOUT, LABELS, SCALES, claims, {256: SHOWN}, paper=paper, table=table)
+EXPERIMENT = language_tables.experiment(
+    LABELS,
+    SCALES,
+    {256: SHOWN},
+    name="table4",
+    title="Without truncating context",
+    where="Table 4, Sec. 6.3 (carried context, medium)",
+    statement="The Delta Net yields a slight improvement over the best model with a limited context window, unlike the "
+    "baseline Linear Transformer model with the naive sum update rule which breaks. When we take the state size into "
+    "account, the Delta Net performs very well with a small state size.",
+    claims=claims,
+    paper=paper,
+    table=table,
+)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from fastweights.experiments.engine import language_tables
-from fastweights.experiments.engine.experiment import NOT_RUN, About, Claim, Results
+from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Results
 from fastweights.experiments.engine.perplexity import Pair, delta_is_lower, mean
 
 PAPER: dict[str, Pair] = {
@@ -21,13 +21,6 @@ PAPER: dict[str, Pair] = {
 }
 LABELS = language_tables.labels(*PAPER)
 SCALES = language_tables.scales((128,), ("2 s", "1 min on 2 cores", "12.3 G words each model"))
-ABOUT = About(
-    "table5",
-    "Larger feature maps in language models",
-    "Table 5, App. D.3 (limited context, small)",
-    "Our update rule improves both variants of linear attention over the sum update-rule baselines even in this "
-    "condition. The improvement is larger for the DPFP model than for the Performer.",
-)
 
 
 def claims(results: Results) -> list[Claim]:
@@ -53,4 +46,14 @@ def larger_improvement(results: Results) -> Claim:
     return Claim(text, f"by {shown[0]} against {shown[1]}", paper, larger)
 
 
-EXPERIMENT = language_tables.experiment(ABOUT, LABELS, SCALES, claims, {128: PAPER})
+EXPERIMENT = language_tables.experiment(
+    LABELS,
+    SCALES,
+    {128: PAPER},
+    name="table5",
+    title="Larger feature maps in language models",
+    where="Table 5, App. D.3 (limited context, small)",
+    statement="Our update rule improves both variants of linear attention over the sum update-rule baselines even in "
+    "this condition. The improvement is larger for the DPFP model than for the Performer.",
+    claims=claims,
+)

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from fastweights.experiments.engine.experiment import NOT_RUN, About, Claim, Results, Scale, Table
-from fastweights.experiments.engine.measured import measured
-from fastweights.experiments.engine.shape import Shape
+from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Results, Scale, Table
+from fastweights.experiments.engine.runner import measured
 from fastweights.feature_maps import feature_map
 
 D_KEY = 64
@@ -24,13 +23,6 @@ LABELS = {"performer": "Performer, m", "dpfp": "DPFP, ν"}
 FORMULAS = {"performer": "d_dot = 2 m", "dpfp": "d_dot = 2 ν d_key"}
 SIZES = tuple(PAPER["dpfp"])
 SCALES = {name: Scale(sizes=SIZES, cost="1 s") for name in ("smoke", "small", "code", "paper")}
-ABOUT = About(
-    "table6",
-    "From hyper-parameters to the size of φ(k)",
-    "Table 6, App. E",
-    "Relation between dot product space dimension and the hyper-parameters in the Performer and our DPFP models. "
-    "d_key = 64 in all our translation models.",
-)
 
 
 def configure(scale: str, model: str, size: int, seed: int) -> Mapping[str, Any]:
@@ -79,6 +71,18 @@ def _entry(metrics: Mapping[str, Any] | None, size: int) -> str:
     return str(metrics["value"]) if metrics["d_dot"] == size else f"{metrics['value']} (gives {metrics['d_dot']})"
 
 
-STORED: Shape = {"metrics": {"value": int, "d_dot": int}}
-HOW: dict[str, Any] = {"configure": configure, "table": table, "stored": STORED, "size_name": "d_dot"}
-EXPERIMENT = measured(ABOUT, LABELS, SCALES, measure, claims, **HOW)
+EXPERIMENT = measured(
+    measure,
+    name="table6",
+    title="From hyper-parameters to the size of φ(k)",
+    where="Table 6, App. E",
+    statement="Relation between dot product space dimension and the hyper-parameters in the Performer and our DPFP "
+    "models. d_key = 64 in all our translation models.",
+    models=LABELS,
+    scales=SCALES,
+    configure=configure,
+    claims=claims,
+    table=table,
+    stored={"metrics": {"value": int, "d_dot": int}},
+    size_name="d_dot",
+)
