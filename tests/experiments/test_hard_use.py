@@ -17,9 +17,9 @@ from fastweights.experiments.engine.experiment import Results
 from fastweights.experiments.engine.register import known_scales
 from fastweights.experiments.engine.shape import mismatch
 from fastweights.experiments.engine.store import Store
-from fastweights.report.rows import losses
+from fastweights.report.rows import result_rows
 from tests.experiments import language_fakes
-from tests.experiments.fakes import Training
+from tests.experiments.fakes import Training, without_plots
 
 app = typer.Typer()
 app.command()(commands.reproduce)
@@ -51,6 +51,7 @@ class Disk:
     """A disk that is full in folders whose path contains one of `full`."""
 
     def __init__(self, monkeypatch):
+        without_plots(monkeypatch)
         self.full, write = (), files.write_durably
 
         def write_durably(path, content):
@@ -242,7 +243,7 @@ def test_whatever_is_edited_is_refused_or_shown(name, tmp_path):
         complete = [record for record in all_records if store.is_complete(experiment, record)]
         refused += len(complete) < len(all_records)
         results = Results(complete)
-        assert experiment.judge("small", results) and losses(experiment, results)
+        assert experiment.judge("small", results) and result_rows(experiment, results)
         if experiment.table:
             assert experiment.table(results).rows
     assert 10 < refused < 150

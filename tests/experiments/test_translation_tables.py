@@ -18,7 +18,7 @@ from fastweights.experiments.engine.sweep import sweep
 from fastweights.experiments.paper.table1 import PAPER
 from fastweights.experiments.paper.table6 import measure
 from fastweights.report.build import build
-from fastweights.report.rows import losses
+from fastweights.report.rows import result_rows
 from tests.data.corpora import write_wikitext
 from tests.data.pair_files import sentences, write_parallel, write_set
 
@@ -345,7 +345,7 @@ def test_the_papers_own_cells_depart_in_nothing():
 def test_the_data_are_of_bleu():
     runs = [record("linear", 20, 21), record("linear", 18, 19, size=512), record("dpfp-2", 20, 21)]
     runs[2] = replace(runs[2], metrics={**runs[2].metrics, "diverged_at": 7})
-    header, *rows = losses(TABLE1, Results(runs))
+    header, *rows = result_rows(TABLE1, Results(runs))
     assert header == [
         "model", "D", "seed", "parameters", "steps", "best BLEU", "last BLEU", "diverged at", "seconds"
     ]  # fmt: skip

@@ -13,7 +13,7 @@ from fastweights.report.build import build
 from fastweights.report.chapter import Chapter
 from fastweights.report.markup import fold
 from fastweights.report.page import names
-from fastweights.report.rows import format_number, format_seconds, losses, tally
+from fastweights.report.rows import format_number, format_seconds, result_rows, tally
 from tests.experiments.fakes import Training
 from tests.experiments.test_store import Silent
 
@@ -108,10 +108,10 @@ def test_the_command_names_what_was_chosen(tmp_path, monkeypatch):
 
 def test_tables(built):
     fig2, fig3 = built.chapters["fig2"], built.chapters["fig3"]
-    header, *rows = losses(fig2.experiment, fig2.results)
+    header, *rows = result_rows(fig2.experiment, fig2.results)
     assert header[0] == "S" and len(rows) == len(fig2.results.sizes())
     assert " ± " in rows[0][2]
-    header, *rows = losses(fig3.experiment, fig3.results)
+    header, *rows = result_rows(fig3.experiment, fig3.results)
     assert header == ["model", "seed", "last loss", "best loss", "steps", "stopped", "seconds"]
     assert len(rows) == 8
     assert tally(built.chapters["fig1"].claims) == "4 hold"
@@ -129,7 +129,7 @@ def test_numbers_are_rounded_for_people(value, shown):
 
 def test_memory_and_speed_are_rounded_for_people(built):
     table1 = built.chapters["table1"]
-    header, *rows = losses(table1.experiment, table1.results)
+    header, *rows = result_rows(table1.experiment, table1.results)
     shown = dict(zip(header, rows[0], strict=True))
     assert shown["memory"] == "500 MiB" and shown["tokens/s"] == "18,977" and shown["parameters"] == "60,487,680"
 

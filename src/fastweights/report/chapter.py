@@ -32,7 +32,7 @@ class Chapter:
 
     @property
     def label(self) -> str:
-        """Say what the results are: their scale, or their data and training where those are not the scale's own."""
+        """Name the results by their scale, or by their data and training where those are not the scale's own."""
         if self.scale is None:
             return NOT_RUN
         label = self.experiment.label(self.results.records)

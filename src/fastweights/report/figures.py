@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FAR = 3.0
-"""A series whose every point is this many times what is usual at its best leaves a logarithmic axis to the others."""
+"""A logarithmic axis leaves out a series if its best value is more than this many times the usual best value."""
 
 _SURFACES = [COLOURS[name][0] for name in ("blue", "orange", "green", "pink")]
 
@@ -123,7 +123,7 @@ def learning(
 
 
 def _leave_out_the_far(axes: Axes) -> None:
-    """Let the axis end above the usual lines; lines beyond it stand at its edge, with their best value."""
+    """End the axis above the usual lines; mark lines beyond it at its edge, and give their best value in the legend."""
     points = {line: np.asarray(line.get_ydata(), dtype=float) for line in axes.lines}
     values = {line: y for line, y in points.items() if y.size}
     usual = statistics.median_low([float(y.min()) for y in values.values()]) if values else math.inf
@@ -179,7 +179,7 @@ def surfaces(figure: Figure, experiment: Experiment, results: Results) -> None:
 
 
 def _support(present: Any) -> Any:
-    """Return the indices of the part that is present and one more on each side, where the surface reaches zero."""
+    """Return the indices that are present and one more on each side, where the surface reaches zero."""
     return np.flatnonzero(np.convolve(present, [1, 1, 1], "same"))
 
 
@@ -220,7 +220,7 @@ def _named(label: str, points: Collection[Any]) -> str:
 
 
 def _number_axes(axes: Axes) -> None:
-    """Write ticks as numbers are read, 2,000 and not 2 x 10^3, and at least three of them on a logarithmic axis."""
+    """Write ticks as 2,000 and not as 2 x 10^3, with at least three of them on a logarithmic axis."""
     from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
     axes.xaxis.set_major_locator(MaxNLocator(8 if _is_wide(axes.figure) else 4, integer=True, steps=[1, 2, 5, 10]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 from fastweights.experiments.engine.experiment import BEYOND_SCALE, Claim, Table
@@ -44,7 +44,7 @@ def sentence(content: str) -> str:
 
 
 def details(summary: str, content: str) -> str:
-    """Return content that is folded away; nothing for no content."""
+    """Return content that is folded away behind a summary; an empty text where there is none."""
     return f"<details><summary>{summary}</summary>{content}</details>" if content else ""
 
 
@@ -55,17 +55,19 @@ def scrolled(table: str, label: str) -> str:
 
 def numbers(table: Table) -> str:
     """Return a table of numbers, the first column of which names the rows."""
-    head = "".join(f'<th scope="col">{_unbroken(name)}</th>' for name in table.header)
-    body = "".join("<tr>" + "".join(f"<td>{_unbroken(entry)}</td>" for entry in row) + "</tr>\n" for row in table.rows)
     style = "numbers named" if any(len(row[0]) > 12 for row in table.rows) else "numbers"
-    return f'<table class="{style}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>'
+    return _table(style, table.header, table.rows, _unbroken)
 
 
 def words(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table of words, which breaks them where it has to and never needs more width than there is."""
-    head = "".join(f'<th scope="col">{text(name)}</th>' for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{text(entry)}</td>" for entry in row) + "</tr>\n" for row in rows)
-    return f'<table class="words"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>'
+    return _table("words", header, rows, text)
+
+
+def _table(style: str, header: Sequence[str], rows: Iterable[Sequence[str]], show: Callable[[str], str]) -> str:
+    head = "".join(f'<th scope="col">{show(name)}</th>' for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{show(entry)}</td>" for entry in row) + "</tr>\n" for row in rows)
+    return f'<table class="{style}"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>'
 
 
 def fold(table: Table) -> tuple[Table, str]:

@@ -115,7 +115,7 @@ def _entry(chapter: Chapter) -> str:
 
 
 def _machines(chapters: Sequence[Chapter]) -> str:
-    """Return once for the whole page what the results were made with."""
+    """List the machines, versions and commits of all results, once for the whole page."""
     used: dict[tuple[str, str], tuple[dict[str, None], dict[str, Chapter]]] = {}
     for chapter in chapters:
         for shown in (chapter, *chapter.others):

@@ -32,8 +32,8 @@ def format_number(value: object) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or value == 0 else f"{value:.4g}"
 
 
-def losses(experiment: Experiment, results: Results) -> list[list[str]]:
-    """Return a header and a row for each S with mean losses and half ranges; with one size, a row for each cell."""
+def result_rows(experiment: Experiment, results: Results) -> list[list[str]]:
+    """Return a header and rows: mean loss and half range for each size, or each cell where there is one size."""
     models = [model for model in experiment.models if results.of(model)]
     if len(results.sizes()) < 2 or not any(results.loss in record.metrics for record in results.records):
         return _runs(experiment, results)

@@ -11,7 +11,7 @@ from typing import Any
 from fastweights.experiments.engine.experiment import FULL, SCALES, Table, inputs_of
 from fastweights.report.chapter import Chapter
 from fastweights.report.markup import details, fold, numbers, pills, scrolled, sentence, statements, text, words
-from fastweights.report.rows import format_number, format_seconds, losses
+from fastweights.report.rows import format_number, format_seconds, result_rows
 
 # What a plot of that kind shows, where the numbers of the table are others.
 _DRAWN = {
@@ -124,11 +124,8 @@ def _figure(chapter: Chapter) -> str:
     axes = "" if form == "surfaces" else axes
     alt = f"{_FORMS.get(form, 'Line plot')}{axes} for {models}." + (f" {verdicts}." if verdicts else "")
     kind = _DRAWN.get(form, "").format(loss=results.loss.split("_")[0])
-    limits = (
-        "dotted lines mark d_dot, the largest number of keys that a memory can keep apart"
-        if _marks_limits(chapter)
-        else ""
-    )
+    marked = form == "scatter" and not plot.log_y
+    limits = "dotted lines mark d_dot, the largest number of keys that a memory can keep apart" if marked else ""
     seeds = len({record.config["seed"] for record in results.records})
     spread = f"mean and range over {seeds} seeds" if seeds > 1 else ""
     caption = text(sentence("; ".join(filter(None, (kind, spread, limits)))))
@@ -137,11 +134,6 @@ def _figure(chapter: Chapter) -> str:
     legend = f'<ul class="legend">{legend}</ul>' if legend else ""
     image = f'<div class="plot" role="img" aria-label="{escape(alt)}">{drawing.wide}{drawing.narrow}</div>'
     return f"<figure>{image}{legend}{caption}</figure>"
-
-
-def _marks_limits(chapter: Chapter) -> bool:
-    plot = chapter.experiment.plot
-    return plot is not None and plot.kind == "scatter" and not plot.log_y
 
 
 def _how(chapter: Chapter, scale: str, seen: Seen) -> str:
@@ -194,7 +186,7 @@ def _note(chapter: Chapter, scale: str, seen: Seen) -> str:
 
 
 def _departures(chapter: Chapter, scale: str) -> str:
-    """Return a table of what differs from the paper's protocol; nothing for a scale that is not meant to follow it."""
+    """Return a table of what differs from the paper's protocol, for scales that are meant to follow it."""
     if scale in SCALES and scale not in FULL:
         return ""
     try:
@@ -235,7 +227,7 @@ def _samples(chapter: Chapter) -> str:
 
 
 def _data(chapter: Chapter) -> str:
-    header, *rows = losses(chapter.experiment, chapter.results)
+    header, *rows = result_rows(chapter.experiment, chapter.results)
     table, said = fold(Table(tuple(header), tuple(map(tuple, rows))))
     source = f"Rounded. <code>{chapter.experiment.name}/results.json</code> and the files beside it have every digit."
     label = f"{chapter.name}: every result"
