@@ -35,7 +35,7 @@ SILENCE, LONG = 2.0, 10.0
 
 
 def check_names(checkpoint: str, split: str = "valid") -> None:
-    """Raise a ValueError for a checkpoint or a split that there is not."""
+    """Raise a ValueError for an unknown checkpoint or split."""
     look_up(dict.fromkeys(("best", "last")), checkpoint, "checkpoint")
     look_up(dict.fromkeys(("valid", "test")), split, "split")
 

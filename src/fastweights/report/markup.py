@@ -49,7 +49,7 @@ def details(summary: str, content: str) -> str:
 
 
 def scrolled(table: str, label: str) -> str:
-    """Return a table that scrolls sideways by itself where the page is too narrow for it."""
+    """Return a table that scrolls sideways where the page is too narrow for it."""
     return f'<div class="scroll" role="region" aria-label="{escape(label)}" tabindex="0">{table}</div>'
 
 

@@ -83,7 +83,7 @@ def _folder_of(required: RequiredCorpus, scale: str, folders: Sequence[Path]) ->
 
 
 def identify(folder: Path) -> dict[str, Any]:
-    """Return the corpus as it stands in a cell's configuration: which text it is, wherever it is stored."""
+    """Return what a cell's configuration says of the corpus: which text it is, wherever it is stored."""
     corpus = Corpus.load(folder)
     manifest = corpus.manifest
     name = "Python's documentation" if manifest["kind"] == "embedded" else manifest["name"]

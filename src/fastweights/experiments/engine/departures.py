@@ -1,4 +1,4 @@
-"""In what cells depart from the paper's protocol: by their experiment, their text or --set."""
+"""How cells depart from the paper's protocol: by their experiment, their text or --set."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Cell:
 
     @cached_property
     def slug(self) -> str:
-        """Return a file name that begins readably and ends in a hash of the whole configuration."""
+        """Return a file name: readable at its beginning, with a hash of the whole configuration at its end."""
         text = json.dumps(self.config, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:10]
         return "{model}-{size}-seed{seed}-{scale}".format(**self.config) + f"-{digest}"
@@ -56,7 +56,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """What running a cell gave, as JSON can hold it: NaN and infinities are None, losses have seven digits."""
+    """The result of a cell, as JSON can hold it: NaN and infinities are None, losses have seven digits."""
 
     metrics: Mapping[str, Any]
     wall_s: float
@@ -94,7 +94,7 @@ class CellRecord(CellOutcome):
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of the paper beside what we find.
+    """One statement of the paper, compared with our results.
 
     `holds` is None where results are missing, and where their scale or budget cannot decide the statement, whatever the
     numbers: `needs` then says what could.
@@ -162,7 +162,7 @@ class Scale:
         note: how this departs from the paper, shown with the results.
         decides: whether results can decide the paper's statements, or the texts of those that they can. At scales
             `paper` and `code` they also need the paper's data and budget.
-        label: what a stand-in is, beside its data and training.
+        label: what a stand-in is, in addition to its data and training.
     """
 
     sizes: tuple[int, ...]
@@ -176,7 +176,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Selection:
-    """What the command line narrows or widens; None leaves the scale's own."""
+    """The models, sizes and seeds that the command line asks for; None for those of the scale."""
 
     models: tuple[str, ...] | None = None
     sizes: tuple[int, ...] | None = None
@@ -185,7 +185,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a header, ours beside the paper's, as the page and the terminal show them."""
+    """Rows of text under a header, with our numbers and the paper's, as the page and the terminal show them."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -193,7 +193,7 @@ class Table:
 
 @dataclass(frozen=True)
 class UserInput:
-    """What the command line gives an experiment beside the selection: folders of data, fields to change, the device."""
+    """What the command line gives besides the selection: folders of data, fields to change, the device."""
 
     data: tuple[Path, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -202,7 +202,7 @@ class UserInput:
 
 @dataclass(frozen=True)
 class CellInputs:
-    """What an experiment makes of a `UserInput`: entries of every cell's configuration, and where the data lie."""
+    """What an experiment makes of a `UserInput`: entries for every cell's configuration, and the folder of the data."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     data: Path | None = None
@@ -252,7 +252,7 @@ class Experiment:
         make_inputs: makes the inputs of a scale from a `UserInput`; None for an experiment that has none.
         inputs: names of the entries of `config` that `make_inputs` decides. A record keeps its own.
         fields: what the settings of a `UserInput` can be and their types; None where there are none.
-        needs: packages beside PyTorch that its cells are run with.
+        needs: packages that its cells need besides PyTorch.
         formerly: names of experiments that have become stand-ins of this one; their results of scale `paper` are its
             results at the scale of that name.
         stored: shape of `config` and `metrics` that a stored cell needs to be shown.
@@ -262,7 +262,7 @@ class Experiment:
         measure: what the numbers are.
         size_name: what `size` is, in front of its value.
         fixed_sizes: drawn at the sizes of its scales only, which a `Selection` can narrow but not change.
-        selectable: False where there is nothing to select, and every `Selection` leaves it whole.
+        selectable: False for an experiment that is always run whole, whatever the `Selection`.
     """
 
     name: str
@@ -293,7 +293,7 @@ class Experiment:
     selectable: bool = True
 
     def judge(self, scale: str | None, results: Results) -> list[Claim]:
-        """Return the claims, undecided where the scale or the budget cannot decide them, whatever the numbers say."""
+        """Return the claims; what the scale or the budget cannot decide is undecided, whatever the numbers say."""
         decides = self.scales[scale].decides if scale else True
         if scale in FULL and not self.is_full(results.records):
             decides = ()
@@ -327,7 +327,7 @@ class Experiment:
     def departures(self, records: Sequence[CellRecord]) -> dict[str, tuple[list[Any], list[Any]]]:
         """Return what differs from the paper's protocol in any of the cells: by name, their values and the paper's.
 
-        What the paper does not say is in its protocol as the preset of its models has it.
+        Where the paper says nothing, its protocol is what the preset of its models has.
         """
         return departures(self._beside_paper(record.config) for record in records)
 
@@ -387,5 +387,5 @@ class Experiment:
 
 
 def inputs_of(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the entries of those names."""
+    """Return the entries with those names."""
     return {name: config[name] for name in names}

@@ -22,7 +22,7 @@ from fastweights.data.text.documents import mark_documents
 from fastweights.experiments.engine import runner
 from fastweights.experiments.engine.corpora import SPLITS, WIKITEXT2, WIKITEXT103, corpus_of, make_inputs
 from fastweights.experiments.engine.experiment import Experiment, Plot, Scale, storable
-from fastweights.experiments.engine.perplexity import Shown, entry, table
+from fastweights.experiments.engine.perplexity import Shown, paper_entry, table
 from fastweights.experiments.engine.shape import Shape
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig, check_forgets
 from fastweights.training.engine.config import TrainingConfig
@@ -185,7 +185,7 @@ def scales(sizes: Sequence[int], costs: tuple[str, str, str], small_note: str = 
 
 
 PROTOCOL = {"paper": at_scale(PAPER, cost=""), "code": at_scale(CODE, cost="")}
-"""Tables 2 to 5 as the paper has them, in both sizes: what other trainings are told apart from."""
+"""Tables 2 to 5 as in the paper, in both sizes: the protocol that other trainings are compared with."""
 
 
 def labels(*names: str) -> dict[str, str]:
@@ -305,7 +305,7 @@ def experiment(
     shared: dict[str, Any] = {
         "run": run,
         "plot": Plot(kind="perplexity", x_label="training steps", y_label="validation perplexity", log_y=True),
-        "paper": lambda config: entry(numbers.get(config["size"], {}).get(config["model"])),
+        "paper": lambda config: paper_entry(numbers.get(config["size"], {}).get(config["model"])),
         "table": table(models, numbers),
         "make_inputs": make_inputs(WIKITEXT103, wikitext2=WIKITEXT2),
         "inputs": INPUTS,

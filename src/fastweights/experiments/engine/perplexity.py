@@ -1,4 +1,4 @@
-"""How perplexities are judged and shown: which model is lower, number by number, and ours beside the paper's."""
+"""How perplexities are judged and shown: which model is lower on both texts, and the paper's numbers next to ours."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def lower(results: Results, model: str, other: str, text: str, paper: str) -> Cl
         return Claim(text, NOT_RUN, paper, None)
     verdicts: list[bool | None] = [is_lower(*pair) for pair in compared.values()]
     missing = len(results.sizes()) - len(compared)
-    return Claim(text, _by_size(compared), paper, every(verdicts + [None] * missing))
+    return Claim(text, _by_size(compared), paper, all_hold(verdicts + [None] * missing))
 
 
 def delta_is_lower(
@@ -74,7 +74,7 @@ def _by_size(pairs: Mapping[int, tuple[Pair, Pair]]) -> str:
     return "; ".join(f"D = {size}: {entry}" if len(found) > 1 else entry for size, entry in found.items())
 
 
-def every(verdicts: Sequence[bool | None]) -> bool | None:
+def all_hold(verdicts: Sequence[bool | None]) -> bool | None:
     """Return whether all hold: False if one fails, None if one is undecided."""
     return False if False in verdicts else None if None in verdicts else True
 
@@ -103,14 +103,14 @@ def table(labels: Mapping[str, str], paper: Mapping[int, Mapping[str, Shown]]) -
                 theirs = paper.get(at, {}).get(model)
                 parameters = results.of(model, size)[0].metrics.get("parameters")
                 count = "" if parameters is None else f"{parameters / 1e6:.2f} M"
-                beside = beside_ours(theirs, size, at)
+                beside = paper_numbers(theirs, size, at)
                 rows.append((label, str(size), *map(show, ours), *(beside if paper else ()), count))
         return Table(header, tuple(rows))
 
     return table
 
 
-def beside_ours(pair: Shown | None, size: int, theirs: int) -> tuple[str, str]:
+def paper_numbers(pair: Shown | None, size: int, theirs: int) -> tuple[str, str]:
     """Return the paper's numbers for a row of ours, with their size where it differs."""
     if pair is None:
         return ("", "")
@@ -123,10 +123,10 @@ def all_of(claims: Sequence[Claim], text: str) -> Claim:
     """Judge these claims together; undecided while one is, unless another fails."""
     ran = [claim.ours for claim in claims if claim.ours != NOT_RUN]
     paper = "; ".join(claim.paper for claim in claims)
-    return Claim(text, "; ".join(ran) or NOT_RUN, paper, every([claim.holds for claim in claims]))
+    return Claim(text, "; ".join(ran) or NOT_RUN, paper, all_hold([claim.holds for claim in claims]))
 
 
-def entry(pair: Shown | None) -> dict[str, Any] | None:
+def paper_entry(pair: Shown | None) -> dict[str, Any] | None:
     """Return the `Experiment.paper` of a pair of perplexities."""
     if pair is None or isinstance(pair, str):
         return None if pair is None else dict.fromkeys(SPLITS, pair)
@@ -149,4 +149,4 @@ def best_of(results: Results, model: str, labels: Mapping[str, str], text: str, 
     if rivals:
         return Claim(text, f"{mine} against {rivals}", paper, False)
     ours = f"{mine}, lowest of {len(ran) + 1}"
-    return Claim(text, ours, paper, every([claim.holds for claim in claims.values()]))
+    return Claim(text, ours, paper, all_hold([claim.holds for claim in claims.values()]))

@@ -162,7 +162,7 @@ def train_cell(
 
 
 def measurements(records: Sequence[Mapping[str, Any]], score: Score) -> dict[str, Any]:
-    """Return what the log of a run says; `curve`, best and last are of what `score` names."""
+    """Return the metrics in the log of a run; `curve`, best and last are of what `score` names."""
     valid = [[r["step"], r[score.name]] for r in records if r["kind"] == "valid"]
     train = [r for r in records if r["kind"] == "train"]
     # The log writes what is not a number as text.
@@ -181,7 +181,7 @@ def measurements(records: Sequence[Mapping[str, Any]], score: Score) -> dict[str
 
 
 def local_settings(device: str, config: CellConfig) -> dict[str, Any]:
-    """Return the fields of the training that change no result: how it runs here, and what the cell's settings say."""
+    """Return the settings that change no result: those for this machine, and those that the cell asks for."""
     kind, _, number = device.partition(":")
     if number not in ("", "0"):
         raise BadInput(f"models are trained on the first GPU, not on {device}; set CUDA_VISIBLE_DEVICES={number}")
@@ -213,7 +213,7 @@ def cell_config(
 
 
 def read_or_measure(path: Path, measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a score from the file of an earlier, interrupted command, or measure it and keep it there."""
+    """Return a score from the file that an interrupted command left, or measure it and write that file."""
     if not path.exists():
         write_atomically(path, json.dumps(storable(measure())).encode())
     score: dict[str, Any] = json.loads(path.read_text())
@@ -221,7 +221,7 @@ def read_or_measure(path: Path, measure: Callable[[], Mapping[str, Any]]) -> dic
 
 
 def training_of(config: CellConfig, **more: Any) -> TrainingConfig:
-    """Return the training of a cell, whose configuration has lists for tuples, as JSON does."""
+    """Return the training of a cell, in whose configuration JSON has turned tuples into lists."""
     values = {**config["training"], **more}
     return TrainingConfig(**{**values, "betas": tuple(values["betas"])})
 
@@ -244,7 +244,7 @@ def reset_peak_and_compiler(device: str) -> None:
 
 
 class _Watch:
-    """Passes the losses of the log on. Where nobody listens any more, the run is asked to save and stop."""
+    """Reports the losses of the log. Where nobody listens any more, it asks the run to save and stop."""
 
     def __init__(self, report: Report) -> None:
         self.report = report

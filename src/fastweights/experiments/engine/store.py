@@ -48,7 +48,7 @@ class Assembled(NamedTuple):
 
 
 class Store:
-    """The folder OUT. `warn` is told of files that are ignored."""
+    """The folder OUT; `warn` is called with a message about each file that is ignored."""
 
     def __init__(self, out: Path, warn: Callable[[str], None] = lambda message: None) -> None:
         self.out = out
@@ -163,7 +163,7 @@ class Store:
         return found
 
     def keep_corpus(self, folder: Path) -> None:
-        """Keep what is scored with the corpus in `folder`, for cells of it that do not say so themselves."""
+        """Record which sets the corpus in `folder` is scored on, for cells trained on it that do not say so."""
         manifest = read_manifest(folder)
         manifest = finished(folder, layout(manifest) if manifest else "stream", verify=True)
         if not sets(manifest):
@@ -232,13 +232,13 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def save(self, name: str, record: CellRecord) -> None:
-        """Store the cell under `name`, and in place of an older result under any other experiment that shares it."""
+        """Store the cell under `name`, and replace older results of it under other experiments."""
         own = self.folder(name) / "cells" / f"{record.slug}.json"
         for path in dict.fromkeys([own, *self.out.glob(f"*/cells/{record.slug}.json")]):
             write_atomically(path, _content(record))
 
     def rescue(self, record: CellRecord) -> Path | None:
-        """Write a cell that OUT has no room for to a new folder elsewhere; None where no place takes it."""
+        """Write a cell that OUT has no space for to a new folder elsewhere; None if that fails everywhere."""
         for place in (tempfile.gettempdir(), str(Path.home()), "/dev/shm"):
             with suppress(OSError):
                 path = Path(tempfile.mkdtemp(prefix="fastweights-cell-", dir=place)) / f"{record.slug}.json"

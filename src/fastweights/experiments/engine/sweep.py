@@ -13,7 +13,7 @@ from fastweights.experiments.engine.store import Store
 
 
 class Watcher(Protocol):
-    """What the sweep tells while it runs."""
+    """What a sweep reports to while it runs."""
 
     def begin(self, experiment: Experiment, known: Sequence[Cell], missing: Sequence[Cell]) -> None: ...
     def step(self, cell: Cell, step: int, loss: float) -> None: ...
@@ -34,13 +34,14 @@ def sweep(
     finished: set[str] | None = None,
     shared: bool = False,
 ) -> None:
-    """Make every cell known to the store.
+    """Run the cells that the store does not have yet, and store each result.
 
     Args:
         data: where the experiment's data lie.
         keep: leave the folders of finished cells, with their weights.
         force: run the cells again even if they are known, and from the beginning.
-        finished: slugs of cells that this command has trained already, added to here; `force` does not repeat them.
+        finished: slugs of cells that this command has already trained, to which others are added; `force` does not
+            repeat them.
         shared: other processes are writing to the same folder, so what looks left behind by a killed one stays.
     """
     finished = set() if finished is None else finished

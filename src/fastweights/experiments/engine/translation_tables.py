@@ -100,7 +100,7 @@ def _folder_of(scale: str, folders: Sequence[Path]) -> Path:
 
 
 def identify(folder: Path) -> dict[str, Any]:
-    """Return the corpus as it stands in a cell's configuration: which pairs they are, wherever they are stored."""
+    """Return what a cell's configuration says of the corpus: which pairs they are, wherever they are stored."""
     corpus = ParallelCorpus.load(folder)
     names = {"numbers": "number words"}
     name = names.get(corpus.manifest["kind"], corpus.manifest["name"])

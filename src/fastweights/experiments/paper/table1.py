@@ -26,7 +26,7 @@ from fastweights.experiments.engine.experiment import (
     Scale,
     Table,
 )
-from fastweights.experiments.engine.perplexity import all_of, every
+from fastweights.experiments.engine.perplexity import all_hold, all_of
 from fastweights.experiments.engine.translation_tables import (
     INPUTS,
     MODELS,
@@ -180,7 +180,7 @@ def _best(results: Results) -> Claim:
         return Claim(text, NOT_RUN, paper, None)
     highest = max(rivals, key=rivals.__getitem__)
     found = f"{ours:.1f} against {rivals[highest]:.1f} of {LABELS[highest]}"
-    return Claim(text, found, paper, every([ours >= rivals[highest], *[None] * (len(tests) - len(rivals))]))
+    return Claim(text, found, paper, all_hold([ours >= rivals[highest], *[None] * (len(tests) - len(rivals))]))
 
 
 def table(results: Results) -> Table:

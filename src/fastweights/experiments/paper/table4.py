@@ -25,11 +25,11 @@ from fastweights.experiments.engine.perplexity import (
     PAPER_HEADER,
     Pair,
     Shown,
-    beside_ours,
-    entry,
     is_lower,
     lower,
     mean,
+    paper_entry,
+    paper_numbers,
     show,
     show_pair,
 )
@@ -146,16 +146,18 @@ def table(results: Results) -> Table:
             for number, found in enumerate(metrics.get("evaluations") or [metrics]):
                 name = f"{label}, memory {found['mem_len']}" if "mem_len" in found else label
                 ours = [show_found(found, split) for split in SPLITS]
-                rows.append((name, *ours, *_theirs(model, number, size), _count(found.get("state_size")), parameters))
+                rows.append(
+                    (name, *ours, *_paper_row(model, number, size), _count(found.get("state_size")), parameters)
+                )
     return Table(header, tuple(rows))
 
 
-def _theirs(model: str, number: int, size: int) -> tuple[str, str]:
+def _paper_row(model: str, number: int, size: int) -> tuple[str, str]:
     """Return the paper's numbers; those of Transformer-XL by the order of its memories."""
     if model != "xl":
-        return beside_ours(SHOWN.get(model), size, 256)
+        return paper_numbers(SHOWN.get(model), size, 256)
     memory, pair = list(PAPER_XL.items())[number] if number < len(PAPER_XL) else (0, None)
-    valid, test = beside_ours(pair, 256, 256)
+    valid, test = paper_numbers(pair, 256, 256)
     return (valid, test) if size == 256 else (f"{valid} (memory {memory})", f"{test} (memory {memory})")
 
 
@@ -171,7 +173,7 @@ def show_found(found: Mapping[str, Any], split: str) -> str:
 def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if config["size"] != 256:
         return None
-    found = entry(SHOWN.get(config["model"]))
+    found = paper_entry(SHOWN.get(config["model"]))
     if config["model"] != "xl":
         return found
     return {**(found or {}), "memories": {str(memory): pair for memory, pair in PAPER_XL.items()}}
