@@ -172,18 +172,6 @@ STAND_INS = {
 """Other data and budgets of Tables 2 to 5, each in one size."""
 
 
-def scales(sizes: Sequence[int], costs: tuple[str, str, str], small_note: str = "") -> dict[str, Scale]:
-    """Return the scales of a table with these values of d_model and costs at smoke, small and full scale."""
-    smoke, small, full = costs
-    return {
-        "smoke": at_scale(SMOKE, cost=smoke, note=SMOKE_NOTE, decides=False),
-        "small": at_scale(SMALL, cost=small, note=f"{SMALL_NOTE} {small_note}".strip(), decides=False),
-        **STAND_INS,
-        "code": at_scale(CODE, sizes, cost=full, note=CODE_NOTE),
-        "paper": at_scale(PAPER, sizes, cost=full),
-    }
-
-
 PROTOCOL = {"paper": at_scale(PAPER, cost=""), "code": at_scale(CODE, cost="")}
 """Tables 2 to 5 as in the paper, in both sizes: the protocol that other trainings are compared with."""
 
@@ -299,9 +287,27 @@ def describe(config: Mapping[str, Any]) -> str:
 
 
 def experiment(
-    models: Mapping[str, str], scales: Mapping[str, Scale], numbers: Mapping[int, Mapping[str, Shown]], **rest: Any
+    models: Mapping[str, str],
+    numbers: Mapping[int, Mapping[str, Shown]],
+    costs: tuple[str, str, str],
+    small_note: str = "",
+    **rest: Any,
 ) -> Experiment:
-    """Return a table of language models. `numbers` are the paper's perplexities, by d_model and model."""
+    """Return a table of language models.
+
+    Args:
+        numbers: the paper's perplexities, by d_model and model.
+        costs: at scale smoke, at scale small and at full scale.
+        small_note: what the note on scale small says of this table alone.
+    """
+    smoke, small, full = costs
+    scales = {
+        "smoke": at_scale(SMOKE, cost=smoke, note=SMOKE_NOTE, decides=False),
+        "small": at_scale(SMALL, cost=small, note=f"{SMALL_NOTE} {small_note}".strip(), decides=False),
+        **STAND_INS,
+        "code": at_scale(CODE, tuple(numbers), cost=full, note=CODE_NOTE),
+        "paper": at_scale(PAPER, tuple(numbers), cost=full),
+    }
     shared: dict[str, Any] = {
         "run": run,
         "plot": Plot(kind="perplexity", x_label="training steps", y_label="validation perplexity", log_y=True),

@@ -32,9 +32,6 @@ PAPER: dict[int, dict[str, Pair]] = {
     },
 }
 LABELS = language_tables.labels(*PAPER[128])
-SCALES = language_tables.scales(
-    tuple(PAPER), ("2 s", "1 min on 2 cores", "12.3 G words each small model, 8.6 G each medium one")
-)
 
 
 def claims(results: Results) -> list[Claim]:
@@ -48,8 +45,8 @@ def claims(results: Results) -> list[Claim]:
 
 EXPERIMENT = language_tables.experiment(
     LABELS,
-    SCALES,
     PAPER,
+    ("2 s", "1 min on 2 cores", "12.3 G words each small model, 8.6 G each medium one"),
     name="table2",
     title="Update rules in language models",
     where="Table 2, Sec. 6.3 (limited context)",

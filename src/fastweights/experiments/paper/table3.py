@@ -18,7 +18,6 @@ PAPER: dict[str, Pair] = {
     "delta-nopos": (28.1, 31.1),
 }
 LABELS = {**language_tables.labels(*PAPER), "delta": "positions, no attention norm."}
-SCALES = language_tables.scales((256,), ("2 s", "1 min on 2 cores", "8.6 G words each model"))
 
 
 def claims(results: Results) -> list[Claim]:
@@ -38,8 +37,8 @@ def pairwise(results: Results, pairs: list[tuple[str, str]], text: str) -> Claim
 
 EXPERIMENT = language_tables.experiment(
     LABELS,
-    SCALES,
     {256: PAPER},
+    ("2 s", "1 min on 2 cores", "8.6 G words each model"),
     name="table3",
     title="Positions and attention normalisation",
     where="Table 3, Sec. 6.3 (delta rule, medium)",

@@ -20,7 +20,6 @@ PAPER: dict[str, Pair] = {
     "dpfp-1-delta": (33.9, 35.0),
 }
 LABELS = language_tables.labels(*PAPER)
-SCALES = language_tables.scales((128,), ("2 s", "1 min on 2 cores", "12.3 G words each model"))
 
 
 def claims(results: Results) -> list[Claim]:
@@ -48,8 +47,8 @@ def larger_improvement(results: Results) -> Claim:
 
 EXPERIMENT = language_tables.experiment(
     LABELS,
-    SCALES,
     {128: PAPER},
+    ("2 s", "1 min on 2 cores", "12.3 G words each model"),
     name="table5",
     title="Larger feature maps in language models",
     where="Table 5, App. D.3 (limited context, small)",
