@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 
-from fastweights.commands.lines import WINDOW, waiting_lines
+from fastweights.commands.translate import WINDOW, waiting_lines
 from fastweights.data.manifest import DataError
 
 

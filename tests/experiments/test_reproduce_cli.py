@@ -30,7 +30,7 @@ def training(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _without_plots(request, monkeypatch):
-    if request.function is not test_all_figures:
+    if request.function not in (test_all_figures, test_report_by_the_best_loss):
         without_plots(monkeypatch)
 
 

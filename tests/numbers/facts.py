@@ -6,7 +6,7 @@ from itertools import chain
 
 import fastweights as fw
 from fastweights.commands.export import LIMIT
-from fastweights.commands.lines import WINDOW
+from fastweights.commands.translate import WINDOW
 from fastweights.data.registry import CORPORA
 from fastweights.data.text.build import _ends
 from fastweights.data.tokenizer import BYTES, PIECES
