@@ -1,7 +1,5 @@
 """The command line: a table of commands, each of which is imported when it is called, so that help comes at once."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Annotated, Any
 

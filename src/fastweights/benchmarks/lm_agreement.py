@@ -10,8 +10,6 @@ perplexity   validation perplexity, by segments, at the end of a training with d
 By default "torch", float32 without any kernel of ours, against "fast".
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What benchmarks share: options, and the rows they leave with what they were measured with, as a file or JSON."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

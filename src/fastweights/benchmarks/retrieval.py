@@ -3,8 +3,6 @@
 Every form computes the same loss from the same weights; a measurement is a whole training step, sampling left out.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Perplexity is that of the second half of each stretch: of words 129 to 256, ...,
 one batch, so that all read the same text; bytes and the time of a word are those of a `Stream`.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

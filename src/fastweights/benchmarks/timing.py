@@ -1,7 +1,5 @@
 """Medians of times, on the GPU's clock or the host's, and what a benchmark writes down where something fails."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Also measured is a model that computes nothing between its projections, with lin
 make it faster.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator

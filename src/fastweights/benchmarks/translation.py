@@ -12,8 +12,6 @@ Decoding is by steps of the model, a token for each sentence.
     recorded_…           the same with steps as CUDA graphs, for fast weights on a GPU
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated, Any
 

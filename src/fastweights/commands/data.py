@@ -1,7 +1,5 @@
 """`fastweights data`: a corpus from its files to the folder that training reads."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

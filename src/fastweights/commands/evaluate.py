@@ -1,7 +1,5 @@
 """`fastweights eval lm` and `eval mt`: the perplexity and the BLEU score of trained models."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time

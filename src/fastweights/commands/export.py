@@ -1,7 +1,5 @@
 """`fastweights export`: a trained model for others to use, in the forms that it may have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

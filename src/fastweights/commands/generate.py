@@ -1,7 +1,5 @@
 """`fastweights generate`: text from a trained language model, token by token."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

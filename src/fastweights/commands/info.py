@@ -1,7 +1,5 @@
 """`fastweights info`: what is here, what it can do, and why something cannot be used."""
 
-from __future__ import annotations
-
 import platform
 import time
 from typing import Annotated, Any

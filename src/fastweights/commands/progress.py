@@ -1,7 +1,5 @@
 """What a sweep shows while it runs: a live display on a terminal, a line for each finished cell elsewhere."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self

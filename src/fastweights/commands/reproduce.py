@@ -1,7 +1,5 @@
 """`fastweights reproduce` trains the models of figures and tables; `fastweights report` draws what has been trained."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Sequence

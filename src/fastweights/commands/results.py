@@ -1,7 +1,5 @@
 """What the commands on trained models share: their options, loading, progress, and the files they leave."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

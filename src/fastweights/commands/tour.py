@@ -1,7 +1,5 @@
 """`fastweights tour`: the overwrite task of the paper's App. B, every rule side by side."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """`fastweights train lm` and `train mt`: a model from a preset, a corpus and whatever should differ."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

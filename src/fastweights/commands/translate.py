@@ -1,7 +1,5 @@
 """`fastweights translate`: lines of text through a trained translation model."""
 
-from __future__ import annotations
-
 import io
 import select
 import sys

@@ -1,7 +1,5 @@
 """`fastweights verify`: judge anybody's function of this family of recurrences by float64."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import Counter

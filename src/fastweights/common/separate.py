@@ -129,7 +129,7 @@ def side_by_side(
         idle.put(process)
         return task, result
 
-    threads = ThreadPoolExecutor(len(processes))
+    threads = ThreadPoolExecutor(max(1, len(processes)))
     try:
         for done in as_completed([threads.submit(call, task) for task in tasks]):
             yield done.result()

@@ -9,8 +9,6 @@ with q, k (B, T, H, K), v (B, T, HV, V), g the natural logarithm of the decay, (
 (B, T, HV, V) and the final state, or o alone. What it does not take it may leave out.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module

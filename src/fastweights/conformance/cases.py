@@ -1,7 +1,5 @@
 """The cases: one row each. To add one, add a row."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """Run the cases on a function and compare what it gives with the oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The oracle, the plain loop over time in float64, and how exact a result can be expected to be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Judge cases in other processes, so that one that crashes, hangs or ruins the GPU's context ends nothing else."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

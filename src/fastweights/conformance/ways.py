@@ -1,7 +1,5 @@
 """Ways to call a function that must all give what one plain call gives: in parts, row by row, beside NaN."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise

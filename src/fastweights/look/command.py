@@ -1,7 +1,5 @@
 """`fastweights look`: a page that shows what a trained language model keeps in its memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """A recording as one HTML file that replays it: no network, no other file."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

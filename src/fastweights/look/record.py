@@ -3,8 +3,6 @@
 W itself is not kept: keys, queries, values and coefficients of the recurrence are, from which it can be replayed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Everything that is made from stored results: `results.json`, the plots and the page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fastweights.common.files import write_atomically

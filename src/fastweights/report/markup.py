@@ -1,7 +1,5 @@
 """Texts and tables as HTML."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape

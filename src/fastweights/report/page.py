@@ -1,7 +1,5 @@
 """One page with every figure, what it shows and how it was made; a single file that needs no network."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Claims and results as rows, for the terminal and for the page."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """One figure or table on the page: what the paper says, our numbers beside its own, and how they were made."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """How models look in every plot, and the colours of plots on light and on dark paper."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

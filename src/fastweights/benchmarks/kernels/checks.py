@@ -1,7 +1,5 @@
 """The checks of `bench kernels` before anything is timed: is every configuration right on this GPU?"""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

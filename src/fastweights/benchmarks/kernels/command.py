@@ -5,8 +5,6 @@ timed in the same run, eager and as a CUDA graph. A rival that fails is recorded
 take the GPU's context with them, run in a process of their own while this one waits.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any

@@ -5,8 +5,6 @@ the GPU's context, inputs) and then make their call one after the other, as comp
 One more process before them compiles the Python modules to bytecode, which pip does when it installs a package.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Times of the kernels where models use them: from raw heads with a feature map, in whole layers, and in decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The rivals that `bench kernels` times: which of them take a row, and how they are called and measured."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

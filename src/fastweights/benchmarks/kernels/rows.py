@@ -1,7 +1,5 @@
 """What `bench kernels` times: one row for each shape, with its rule, and what a call of it is given and must give."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Give libraries that tune their kernels processes of their own, to compile ahead and to be timed."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time
@@ -18,9 +16,9 @@ from fastweights.common.separate import SeparateProcess, side_by_side
 
 # The time limit of a measurement in a separate process, tuning included, and compiling where that was not done ahead.
 LIMIT_S = 90.0
+COMPILING_LIMIT_S = 300.0
 # The time limit of one process that compiles ahead.
 AHEAD_LIMIT_S = 150.0
-COMPILING_LIMIT_S = 300.0
 # What fla reads when it is imported: its own cache of what it tuned has neither the batch nor the length in its keys.
 UNCACHED = {"FLA_CACHE_RESULTS": "0", "TILELANG_PRINT_ON_COMPILATION": "0"}
 

@@ -1,7 +1,5 @@
 """The text that language models learn from: the embedded corpus, or a prepared one that the command line names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

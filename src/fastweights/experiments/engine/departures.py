@@ -1,7 +1,5 @@
 """How cells depart from the paper's protocol: by their experiment, their text or --set."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ with limited context are scored by a sliding window, of which each position but 
 L - stride words; those with carried context in one go through the text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

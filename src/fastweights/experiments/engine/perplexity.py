@@ -1,7 +1,5 @@
 """How perplexities are judged and shown: which model is lower on both texts, and the paper's numbers next to ours."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The experiments that `fastweights reproduce` and `fastweights report` know."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """What the retrieval figures share: configurations, the runner, and how losses are judged."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace

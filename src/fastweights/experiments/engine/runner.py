@@ -9,8 +9,6 @@ where that is the task's score, `steps`, `tokens`, `tokens_per_s` and `memory_by
 result too: `diverged_at`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

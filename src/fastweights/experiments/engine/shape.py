@@ -1,7 +1,5 @@
 """What stored results have to look like, so that a file that was edited by hand is refused before it is shown."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import FunctionType
 from typing import Any, get_args

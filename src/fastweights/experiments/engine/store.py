@@ -9,8 +9,6 @@ was trained for one figure is not trained again for another. Cells of other scal
 experiment takes them, stay beside those in `results.json`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Running the cells of an experiment that have no result yet, and storing each as soon as it is done."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path

@@ -5,8 +5,6 @@ pairs it learned from, by name and fingerprint. Each model is scored at the chec
 without averaging checkpoints [App. E].
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -5,8 +5,6 @@ the four surfaces with what was measured on them. The paper writes the products 
 the surfaces are matched to the equations whatever their order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

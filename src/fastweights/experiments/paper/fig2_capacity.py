@@ -16,8 +16,6 @@ Scale `paper` follows the text, scale `code` the code, each difference an option
   chunks of unequal size (`chunk_mean`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Its cells are the smallest ones of App. D.2 (`fig5_capacity2`), which also names the places where text and code differ.
 """
 
-from __future__ import annotations
-
 from fastweights.experiments.engine import retrieval
 from fastweights.experiments.engine.experiment import Claim, Plot, Results
 from fastweights.experiments.engine.retrieval import TARGET, at_one_size, beats, figure, not_run, show

@@ -3,8 +3,6 @@
 Its cells are the largest ones of Figure 2 (`fig2_capacity`), which also names the places where text and code differ.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

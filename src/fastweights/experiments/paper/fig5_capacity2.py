@@ -11,8 +11,6 @@ which drew the figures; an option of `RetrievalConfig` has the text's way:
   (`batch`, `lr`).
 """
 
-from __future__ import annotations
-
 from fastweights.experiments.engine import retrieval
 from fastweights.experiments.engine.experiment import Claim, Plot, Results, Scale
 from fastweights.experiments.engine.retrieval import CODE_NOTE, CODE_OPTIONS, SMOKE, beats, figure

@@ -9,8 +9,6 @@ The paper's numbers are of its own CUDA kernels on two V100 in 2021: they say wh
 each other, and are not a measure of this library.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import math

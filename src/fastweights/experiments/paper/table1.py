@@ -9,8 +9,6 @@ are named after d_dot / d_key, so that smaller ones have the same proportions. S
 trains "base" on any sentence pairs; the page and every cell say which they were.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

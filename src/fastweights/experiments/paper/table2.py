@@ -9,8 +9,6 @@ reversed sinusoidal positions, a beta for each head, and what is read from fast 
 paper's "40 M parameters" are 44 M. Scale `code` also repeats that the first update takes the full rate.
 """
 
-from __future__ import annotations
-
 from fastweights.experiments.engine import language_tables
 from fastweights.experiments.engine.experiment import Claim, Results
 from fastweights.experiments.engine.perplexity import Pair, best_of, delta_is_lower

@@ -5,8 +5,6 @@ without attention normalisation is the Delta Network of Table 2. The paper's bes
 between validation and test where the others have 1.7 to 2.0: 28.1 may be a misprint of 29.1.
 """
 
-from __future__ import annotations
-
 from fastweights.experiments.engine import language_tables
 from fastweights.experiments.engine.experiment import Claim, Results
 from fastweights.experiments.engine.perplexity import Pair, against, all_of, best_of, lower

@@ -13,8 +13,6 @@ Here the gradient is right: that row may come out differently for this reason al
 Transformer-XL is trained as its own script does it, 200,000 steps with a warm-up of 1000.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ The small configuration with m = 16 for Performers and nu = 1 for DPFP. The pape
 heads: each head has 32, fewer than the 256 words of a segment, so each is still over its capacity.
 """
 
-from __future__ import annotations
-
 import math
 
 from fastweights.experiments.engine import language_tables

@@ -4,8 +4,6 @@ Nothing is trained. A cell maps keys of size 64 with the library's own feature m
 and counts the entries of what comes out. A size is the d_dot that the paper gives for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
