@@ -19,7 +19,7 @@ class ProcessFailed(RuntimeError):
 
 
 class StartFailed(ProcessFailed):
-    """The process crashed or took too long before it could be called."""
+    """The process crashed, failed or took too long before it could be called."""
 
 
 class SeparateProcess:
