@@ -156,12 +156,18 @@ def test_a_state_is_written_once_and_read_by_beams(monkeypatch, normalization):
 
 @inside
 def test_what_does_not_fit_reads_no_foreign_memory():
-    """A mask for one of two sequences stands for both; vectors for heads of another size are an error."""
+    """A mask for one of two sequences stands for both; a map that is made for heads of another size is an error."""
     q, k, v, mask = heads(2, 3, dtype=torch.float32)
     state, both = (write_memory(k, v, m, features=ELU) for m in (mask[1:], mask[1:].expand(2, 3)))
     torch.testing.assert_close(state.W, both.W)
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        fw.linear_attention(q, k, v, features=MapFeatures(feature_map("favor", 3)))
+    for name in ("favor", "dpfp", "elu"):
+        features = MapFeatures(feature_map(name, 3))
+        with pytest.raises(ValueError, match=r"for heads of 3, got heads of 4; make it with d_key = 4"):
+            fw.linear_attention(q, k, v, features=features)
+        with pytest.raises(ValueError, match="for heads of 3"):
+            write_memory(k, v, features=features)
+        with pytest.raises(ValueError, match="for heads of 3"):
+            fw.fast_weight_memory(q, k, v, rule="sum", features=features)
 
 
 @inside

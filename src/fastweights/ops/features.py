@@ -181,6 +181,11 @@ class Drawn:
     kernel: ClassVar[str | None] = "favor"
 
     @property
+    def d_key(self) -> int:
+        """The size of heads."""
+        return self.vectors.shape[1]
+
+    @property
     def m(self) -> int:
         """Vectors."""
         return len(self.vectors)
@@ -231,7 +236,10 @@ class MapFeatures:
         return self if vectors is None else replace(self, phi=Drawn(vectors, self.description.inner))
 
     def size(self, d: int) -> int:
-        """Return D, the size of phi."""
+        """Return D, the size of phi; refuse heads of another size d than the map is made for."""
+        made_for = getattr(self.phi, "d_key", d)
+        if made_for != d:
+            raise ValueError(f"the feature map is for heads of {made_for}, got heads of {d}; make it with d_key = {d}")
         return self.phi.dim
 
     def queries(self, q: Tensor, divided: bool) -> Tensor:

@@ -71,7 +71,8 @@ def linear_attention(
 
 
 def _maps_first(x: Tensor, features: Features | MapFeatures, normalized: bool) -> bool:
-    """Return whether heads have to be mapped before any kernels see them."""
+    """Return whether heads have to be mapped before any kernels see them; refuse heads that the map is not made for."""
+    features.size(x.shape[3])
     if x.device.type == "cpu":
         return unknown(features) is not None
     return why_unfused(features.description, x.shape[3], normalized) is not None
