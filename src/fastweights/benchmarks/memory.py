@@ -1,6 +1,8 @@
 """`fastweights bench memory`: the gated delta rule on the CPU, beside what else computes it and the machine's own rate.
 
-The rivals of a shape take turns, so that a busy moment of the machine is everybody's.
+The rivals of a shape take turns, so that a busy moment of the machine is everybody's. Memory that a call frees stays
+with the process, as in training: otherwise new pages for large outputs disturb what is measured, except for
+onnxruntime, which keeps memory of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from fastweights.benchmarks.memory_rivals import RIVALS, SEED, Shape, steps
 from fastweights.benchmarks.record import Out, Record, Repeats
 from fastweights.benchmarks.timing import failure_noted
 from fastweights.commands.options import AsJson
+from fastweights.common.allocator import keep_freed_memory
 
 SHAPES: list[Shape] = [(8, 256, 8, 16), (4, 512, 8, 32), (4, 1024, 8, 64), (1, 8192, 8, 64), (1, 2048, 16, 128)]
 # The sides of the square matrices whose product gives the machine's rate: the best of them counts.
@@ -107,6 +110,7 @@ def _turn(step: Callable[[], object]) -> list[float]:
 def run(out: Out = None, repeats: Repeats = 3, as_json: AsJson = False) -> None:
     """Compare the memory on the CPU with other libraries, in time and peak memory, and with the machine's own rate."""
     record, threads = Record("memory", "cpu", SEED, out, as_json), torch.get_num_threads()
+    keep_freed_memory()
     rates = gemm_rates(repeats)
     record.add({"rival": "gemm", "flops_per_s": rates})
     for shape in SHAPES:
