@@ -53,7 +53,7 @@ def test_numbers_without_a_source_and_wrong_ones_are_seen():
 
 
 def test_times_on_a_cpu_in_the_log():
-    text = (ROOT / "docs" / "log" / "2026-11-18-chunks-on-cpu.md").read_text()
+    text = (ROOT / "docs" / "log" / "2026-11-19-four-tokens-on-cpu.md").read_text()
     lines = re.findall(r"^\| (\d+), (\d+), (\d+), (\d+) \| (.+) \| (.+) \| (.+) \| (.+) \|.*\|$", text, re.MULTILINE)
     assert len(lines) == 5
     for *sizes, forward, onnx, both, share in lines:
