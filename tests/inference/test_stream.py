@@ -157,6 +157,8 @@ def test_what_is_no_text_is_refused(reader):
         reading.feed([])
     with pytest.raises(ValueError, match=r"\(1, 2\)"):
         reading.feed(torch.ones(1, 2, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"a text or whole word numbers, got \['a'\]"):
+        reading.feed(["a"])
     with pytest.raises(TypeError, match="float32"):
         reading.feed(torch.ones(2))
     with pytest.raises(ValueError, match="vocab_size - 1 = 22"):

@@ -100,7 +100,7 @@ def show() -> None:
     console.print(", ".join(f"{name} {version}" for name, version in here["versions"].items()))
     for name, device in here["devices"].items():
         console.print(f"{name}: {device}")
-    family = "Rules of the family: W = a W - e (a W k) ⊗ k + w v ⊗ k, with a, e and w from the rule's gates"
+    family = "Linear rules: W = a W - e (a W k) ⊗ k + w v ⊗ k, with a, e and w from the rule's gates"
     order = f"Backends, in the order auto tries ({ENVIRONMENT})"
     backends = Table("backend", "usable here", "what it is", title=order, caption=family)
     for name, row in here["backends"].items():

@@ -345,7 +345,10 @@ def open_reader(model: LanguageModel, length: int, carried: bool = False) -> Str
 
 
 def _row(tokens: Sequence[int] | Tensor) -> Tensor:
-    row = torch.as_tensor(tokens)
+    try:
+        row = torch.as_tensor(tokens)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"tokens must be a text or whole word numbers, got {str(tokens)[:40]}") from error
     if row.dim() != 1 or not len(row):
         raise ValueError(f"tokens must be one row of at least one word number, got shape {tuple(row.shape)}")
     if row.is_floating_point() or row.dtype == torch.bool:

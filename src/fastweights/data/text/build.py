@@ -25,7 +25,7 @@ def build_files(sources: CorpusFiles, folder: Path, request: CorpusRequest) -> B
     counts = [count_lines(source) for source in sources["train"]]
     total = sum(counts)
     if total < 20:
-        raise DataError(f"the text has {total} lines, too few to split 90/5/5; give --valid and --test files")
+        raise DataError(f"lines in the text: {total}, too few to split 90/5/5; give --valid and --test files")
     bounds = dict(zip(SPLITS, pairwise(_ends(total)), strict=True))
 
     def read(split: str, progress: Progress) -> Iterator[str]:

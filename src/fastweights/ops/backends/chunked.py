@@ -16,7 +16,7 @@ def prepare(spec: Spec) -> Executable | Refusal:
 
 BACKEND = Backend(
     name="chunked",
-    description="matrix products in chunks of time, plain PyTorch: rules of the family, any device, O(T/C) states kept",
+    description="matrix products in chunks of time, plain PyTorch: linear rules, any device, O(T/C) states kept",
     prepare=mapping_first(expanding_first(prepare)),
     single_tokens=lambda spec: False,
 )

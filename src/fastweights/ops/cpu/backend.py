@@ -160,7 +160,7 @@ def prepare(spec: Spec) -> Executable | Refusal:
 
 BACKEND = Backend(
     name="cpu",
-    description="C++ in chunks of time, one token by itself: rules of the family, on the CPU, O(T/C) states kept",
+    description="C++ in chunks of time, one token by itself: linear rules, on the CPU, O(T/C) states kept",
     prepare=prepare,
     unavailable=unavailable,
     single_tokens=step.takes,

@@ -92,11 +92,16 @@ class SavedRun:
                 )
         return model.to(device).eval(), checkpoint
 
+    @property
+    def _shown(self) -> str:
+        """The name by which a user knows the folder."""
+        return "demo" if self.folder == DEMO else str(self.folder)
+
     def corpus(self, data: Path | str | None = None) -> Any:
         """Return the corpus it was trained on, from where it was then or from `data`."""
         if data is None and "data" not in self.about:
             raise RunError(
-                f"{self.folder} does not come with the corpus it was trained on; say with --data where that is"
+                f"{self._shown} does not come with the corpus it was trained on; say with --data where that is"
                 f"{self.without_corpus}"
             )
         folder = Path(data) if data is not None else Path(self.about["data"])
@@ -104,7 +109,7 @@ class SavedRun:
         difference = self._difference(corpus)
         if difference is not None:
             raise RunError(
-                f"{folder} is not what {self.folder} was trained on: {difference}; say with --data where that is"
+                f"{folder} is not what {self._shown} was trained on: {difference}; say with --data where that is"
             )
         return corpus
 

@@ -130,7 +130,7 @@ def _refusal(spec: Spec) -> str | None:
 
 BACKEND = Backend(
     name="triton",
-    description="fused GPU kernels, states on chip: rules of the family, compute capability 8.0 and up",
+    description="fused GPU kernels, states on chip: linear rules, compute capability 8.0 and up",
     prepare=expanding_first(prepare),
     unavailable=unavailable,
 )
