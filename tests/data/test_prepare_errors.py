@@ -93,7 +93,7 @@ def test_options(files, tmp_path):
     refused(tmp_path, "--min-count must be at least 1", "embedded", None, min_count=0)
     refused(tmp_path, "both --valid and --test", "text", files / "wiki.train.tokens", valid=files / "wiki.valid.tokens")
     (tmp_path / "short").write_text("a\nb\n")
-    refused(tmp_path, "has 2 lines, too few", "text", tmp_path / "short")
+    refused(tmp_path, "lines in the text: 2, too few", "text", tmp_path / "short")
 
 
 def test_finished_folders_are_not_taken_for_others(files, tmp_path):
