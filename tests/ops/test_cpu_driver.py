@@ -77,7 +77,10 @@ def check_softmax():
             logits, targets = 5 * torch.randn(9, size, dtype=dtype), torch.randint(size, (9,))
             exact = logits.double().log_softmax(-1)
             wanted = [exact.exp(), -exact.gather(1, targets[:, None]).squeeze(1)]
-            assert relative_error(softmax_nll(logits.clone(), targets), wanted) < TOLERANCES[dtype]
+            for kind in (torch.int32, torch.int64):
+                assert relative_error(softmax_nll(logits.clone(), targets.to(kind)), wanted) < TOLERANCES[dtype]
+    with pytest.raises(TypeError, match="float32 or float64, got"):
+        softmax_nll(torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64))
 
 
 def check_features():

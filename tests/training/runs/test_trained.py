@@ -102,7 +102,7 @@ def test_errors_of_texts_to_score(language, tmp_path, monkeypatch):
     (tmp_path / "one.txt").write_text("w1")
     (tmp_path / "latin.txt").write_bytes("Größe".encode("latin-1"))
     for arguments, message in (
-        (["demo"], "Error: demo does not come with the corpus it was trained on; say with --data where that is, or score a text"),
+        (["demo"], "Error: demo does not come with the corpus it was trained on; say with --data where that is, or"),
         ([language / "carried", "--text", "one.txt"], "one.txt has 1 tokens, and at least 2 are needed"),
         ([language / "carried", "--text", "latin.txt"], "latin.txt is not text in UTF-8: invalid"),
         ([language / "carried", "--text", "none.txt"], "none.txt cannot be read: No such file"),

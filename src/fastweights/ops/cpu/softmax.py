@@ -30,9 +30,11 @@ def softmax_nll(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return log_p.exp_(), nll
     rows, size = logits.shape
     # The C++ believes what it is told.
+    if logits.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"logits must be float32 or float64, got {logits.dtype}; cast them with .float()")
     if not bool(((targets >= 0) & (targets < size)).all()):
         raise IndexError(f"targets must be from 0 to {size - 1}, got {int(targets.min())} to {int(targets.max())}")
-    logits, targets, nll = logits.contiguous(), targets.contiguous(), logits.new_empty(rows)
+    logits, targets, nll = logits.contiguous(), targets.long().contiguous(), logits.new_empty(rows)
     addresses = (x.data_ptr() for x in (logits, targets, nll))
     library().fastweights_softmax(ctypes.byref(Softmax(rows, size, logits.dtype == torch.float64, *addresses)))
     return logits, nll

@@ -167,7 +167,7 @@ class _Trainer:
                 self.log.say(f"stopped at step {step}, saved in {self.saved}; the same command resumes from there")
                 raise Interrupted(stop, step, self.saved)
             if over and not last:
-                self.log.say(f"time limit of {minutes:g} min reached at step {step}; the same command resumes from there")
+                self.log.say(f"limit of {minutes:g} min reached at step {step}; the same command resumes from there")
                 break
         assert self.saved is not None
         return Result(
