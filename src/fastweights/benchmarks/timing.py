@@ -100,19 +100,21 @@ def bandwidth() -> float:
 
 
 def median_seconds(function: Callable[[], object], repeats: int, device: str = "cpu") -> float:
-    """Return the median seconds of a call on the host's clock, until the device is done, after one call to warm up."""
-    times = []
-    for _ in range(repeats + 1):
-        _wait(device)
-        start = time.perf_counter()
-        function()
-        _wait(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    """Return the median of `seconds`, after one call to warm up."""
+    return statistics.median([seconds(function, torch.device(device)) for _ in range(repeats + 1)][1:])
 
 
-def _wait(device: str) -> None:
-    if device != "cpu":
+def seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call on the host's clock, until the device is done."""
+    _wait(device)
+    start = time.perf_counter()
+    function()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 

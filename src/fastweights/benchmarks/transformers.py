@@ -1,11 +1,11 @@
 """`fastweights bench transformers`: models of transformers with our operators bound into them, and without.
 
-Also measured is a model that computes nothing between its projections, with linear layers as in ours: no operator can
-make it faster.
+Without, transformers runs on flash-linear-attention where that is installed, and on plain PyTorch otherwise; every row
+says which. Also measured is a model that computes nothing between its projections, with linear layers as in ours: no
+operator can make it faster.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
@@ -16,8 +16,10 @@ from rich.table import Table
 from torch import Tensor
 
 from fastweights.benchmarks.record import Out, Record, Repeats
-from fastweights.commands.options import AsJson, chosen_names, input_errors, option
+from fastweights.benchmarks.timing import seconds
+from fastweights.commands.options import AsJson, Device, chosen_names, input_errors, option, pick_device
 from fastweights.common.allocator import keep_freed_memory
+from fastweights.common.provenance import installed
 from fastweights.compat.transformers import SLOTS, Binding, patch
 
 SEED = 0
@@ -75,40 +77,39 @@ def nothing_between_projections(model: str) -> Iterator[None]:
 
 def steps(model: Any, length: int, batch: int) -> dict[str, Callable[[], float]]:
     """Return what is measured, by name: each does it once and returns seconds."""
-    prompt = torch.randint(3, VOCABULARY, (1, length))
-    rows = torch.randint(3, VOCABULARY, (batch, length))
+    prompt = torch.randint(3, VOCABULARY, (1, length), device=model.device)
+    rows = torch.randint(3, VOCABULARY, (batch, length), device=model.device)
 
     @torch.no_grad()
     def prefill() -> float:
-        start = time.perf_counter()
-        model(prompt, logits_to_keep=1)
-        return time.perf_counter() - start
+        return seconds(lambda: model(prompt, logits_to_keep=1), model.device)
 
     def training() -> float:
         model.zero_grad()
-        start = time.perf_counter()
-        model(rows, labels=rows, use_cache=False).loss.backward()
-        return time.perf_counter() - start
+        return seconds(lambda: model(rows, labels=rows, use_cache=False).loss.backward(), model.device)
 
     @torch.no_grad()
     def decoding() -> float:
         output = model(prompt[:, :64])
-        start = time.perf_counter()
-        for _ in range(DECODED):
-            word = output.logits[:, -1:].argmax(-1)
-            output = model(word, past_key_values=output.past_key_values)
-        return (time.perf_counter() - start) / DECODED
+
+        def decode() -> None:
+            nonlocal output
+            for _ in range(DECODED):
+                word = output.logits[:, -1:].argmax(-1)
+                output = model(word, past_key_values=output.past_key_values)
+
+        return seconds(decode, model.device) / DECODED
 
     return {"prefill": prefill, "training step": training, "decoding": decoding}
 
 
-def measure(label: str, length: int, batch: int, repeats: int) -> list[dict[str, Any]]:
-    """Return the median ms of every step, taking turns: the fallback, ours, and nothing between projections."""
+def measure(label: str, length: int, batch: int, repeats: int, device: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Return the median ms of every step, taking turns: transformers', ours, and nothing between projections."""
     name, kind, sizes = MODELS[label]
     transformers = import_module("transformers")
     torch.manual_seed(SEED)
     config = transformers.AutoConfig.for_model(kind, **SHARED, layer_types=LAYERS, **sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().to(device, dtype)
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "fallback": nullcontext,
         "fastweights": lambda: patch(name),
@@ -120,12 +121,13 @@ def measure(label: str, length: int, batch: int, repeats: int) -> list[dict[str,
         for turn in range(repeats + 1):
             for way, bound in ways.items():
                 with bound():
-                    seconds = step()
+                    taken = step()
                 if turn:
-                    times[way].append(seconds)
+                    times[way].append(taken)
         ms = {f"{way}_ms": 1e3 * statistics.median(taken) for way, taken in times.items()}
         row: dict[str, Any] = {"model": label, "what": what, "length": 1 if what == "decoding" else length}
-        row |= {"batch": batch if what == "training step" else 1, "transformers": transformers.__version__, **ms}
+        row |= {"batch": batch if what == "training step" else 1, "dtype": str(dtype).removeprefix("torch.")}
+        row |= {**installed("transformers", "fla-core"), **ms}
         row["speedup"] = row["fallback_ms"] / row["fastweights_ms"]
         row["most"] = row["fallback_ms"] / row["nothing_ms"]
         rows.append(row)
@@ -138,21 +140,24 @@ def run(
     models: Annotated[str, option("Models, by name and width.")] = ",".join(MODELS),
     length: Annotated[int, option("Tokens of a prompt and of a row in training.")] = 512,
     batch: Annotated[int, option("Rows in training.")] = 1,
+    device: Device = "auto",
     repeats: Repeats = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Time models of transformers on the CPU in float32, with our operators bound into them and without."""
+    """Time models of transformers with our operators bound into them and without: float32, on a GPU bfloat16."""
     names = chosen_names(MODELS, models, "model")
+    device = pick_device(device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
     # For the fallback as well: otherwise new pages, which the system may be slow to give, take longer than the models.
     keep_freed_memory()
-    record = Record("transformers", "cpu", SEED, out, as_json)
+    record = Record("transformers", device, SEED, out, as_json)
     for name in names:
         record.console.print(f"measuring {name}", style="dim")
-        record.add(*measure(name, length, batch, repeats))
-    table = Table(
-        "model", "", "fallback ms", "fastweights ms", "speed-up", "at most", title=f"{length} tokens, float32"
-    )
+        record.add(*measure(name, length, batch, repeats, device, dtype))
+    theirs = "flash-linear-attention" if "fla-core" in record.rows[0] else "plain PyTorch"
+    title = f"{length} tokens, {record.rows[0]['dtype']}; transformers computes with {theirs}"
+    table = Table("model", "", "transformers ms", "fastweights ms", "speed-up", "at most", title=title)
     for row in record.rows:
-        cells = (f"{row['fallback_ms']:.1f}", f"{row['fastweights_ms']:.1f}", f"{row['speedup']:.2f}")
+        cells = (f"{row['fallback_ms']:.2f}", f"{row['fastweights_ms']:.2f}", f"{row['speedup']:.2f}")
         table.add_row(row["model"], row["what"], *cells, f"{row['most']:.2f}")
     record.finish(table, "at most: a model that computes nothing between its projections")
