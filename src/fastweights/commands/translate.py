@@ -7,7 +7,9 @@ import time
 from collections.abc import Iterator
 from typing import Annotated, BinaryIO
 
-from fastweights.commands.options import Device, flag, option, pick_device, require
+import typer
+
+from fastweights.commands.options import Device, option, pick_device, require
 from fastweights.commands.results import (
     Beam,
     LengthPenalty,
@@ -44,8 +46,13 @@ def translate(
     checkpoint: Which = "best",
     device: Device = "auto",
     graph: Annotated[
-        bool, flag("graph", "Capture steps as CUDA graphs; for decoders with fast weights on a GPU.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--graph/--no-graph",
+            help="Capture steps as CUDA graphs; for decoders with fast weights on a GPU.",
+            show_default="where possible",
+        ),
+    ] = None,
 ) -> None:
     """Translate standard input to standard output, line by line; empty lines stay empty.
 

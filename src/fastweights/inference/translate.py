@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from fastweights.data.pairs.corpus import EOS, PAD, PairTokenizer
 from fastweights.inference.beam import Search, beam_search
@@ -38,7 +38,7 @@ def translate(
     batch: int | None = None,
     max_length: int | None = None,
     device: str | torch.device | None = None,
-    graph: bool = False,
+    graph: bool | None = None,
     report: Report = lambda done, total: None,
 ) -> list[str]:
     """Return the best translation of every line, "" for an empty one. Without `device` the model is not moved."""
@@ -47,7 +47,6 @@ def translate(
     return [translations[0].text if translations else "" for translations in ranked]
 
 
-@torch.no_grad()
 def n_best(
     model: TranslationModel,
     tokenizer: PairTokenizer,
@@ -56,23 +55,35 @@ def n_best(
     *,
     batch: int | None = None,
     device: str | torch.device | None = None,
-    graph: bool = False,
+    graph: bool | None = None,
     report: Report = lambda done, total: None,
 ) -> list[list[Translation]]:
     """Return the n best translations of every line, best first, none for an empty one.
 
     Lines of like length are searched together, the longest first, `batch` at a time or as many as suit the device;
     `report` is told how many are done of how many. With `graph` steps are CUDA graphs, for fast weights in the decoder
-    and on a GPU.
+    and on a GPU; by default they are wherever they can be.
     """
-    device = model.embedding.weight.device if device is None else torch.device(device)
+    if device is not None:
+        model.to(device)
+    return _n_best(model, _decoder(model, graph), tokenizer, lines, search, batch, report)
+
+
+@torch.no_grad()
+def _n_best(
+    model: TranslationModel,
+    decoder: TranslationModel | CapturedDecoder,
+    tokenizer: PairTokenizer,
+    lines: Sequence[str],
+    search: Search,
+    batch: int | None,
+    report: Report = lambda done, total: None,
+) -> list[list[Translation]]:
+    """Do what `n_best` does with a decoder that may have served other lines before."""
     if batch is not None and batch < 1:
         raise ValueError(f"batch must be at least 1 line, got {batch}")
-    if graph and (reason := refusal(model, device)):
-        raise ValueError(f"graph = True cannot be had: {reason}")
-    training = model.training
-    model.to(device).eval()
-    decoding = CapturedDecoder(model) if graph else model
+    device, training = model.embedding.weight.device, model.training
+    model.eval()
     results: list[list[Translation]] = [[] for _ in lines]
     wanted = [i for i, line in enumerate(lines) if line.strip()]
     rows = dict(zip(wanted, tokenizer.encode_batch([lines[i] for i in wanted]), strict=True))
@@ -84,7 +95,7 @@ def n_best(
             numbers = wanted[start : start + count]
             start += len(numbers)
             source, mask = pad_sources([rows[i] for i in numbers])
-            ranked = beam_search(decoding, source.to(device), mask.to(device), search)
+            ranked = beam_search(decoder, source.to(device), mask.to(device), search)
             texts = (tokenizer.decode(h.tokens) for hypotheses in ranked for h in hypotheses)
             for i, hypotheses in zip(numbers, ranked, strict=True):
                 # A line stays a line, whatever an untrained model writes.
@@ -102,11 +113,20 @@ def stream(
     search: Search,
     *,
     batch: int | None = None,
-    graph: bool = False,
+    graph: bool | None = None,
 ) -> Iterator[list[Translation]]:
     """Translate lines without end, in their order, as `n_best` does: each group before the next is asked for."""
+    decoder = _decoder(model, graph)
     for lines in groups:
-        yield from n_best(model, tokenizer, lines, search, batch=batch, graph=graph)
+        yield from _n_best(model, decoder, tokenizer, lines, search, batch)
+
+
+def _decoder(model: TranslationModel, graph: bool | None) -> TranslationModel | CapturedDecoder:
+    """Return what `beam_search` decodes with: with steps as CUDA graphs, or as they come."""
+    reason = refusal(model, model.embedding.weight.device)
+    if graph and reason:
+        raise ValueError(f"graph = True cannot be had: {reason}")
+    return model if reason or graph is False else CapturedDecoder(model)
 
 
 class CapturedDecoder:
@@ -140,6 +160,8 @@ def refusal(model: TranslationModel, device: torch.device) -> str | None:
     """Say why the steps of the model cannot be captured on the device; what it keeps of a source never grows."""
     if model.config.decoder == "softmax":
         return "decoder 'softmax' has a state that grows with every token; leave it out"
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return "several processes share the model, and what they tell each other is not captured; leave it out"
     return None if device.type == "cuda" else f"a CUDA graph needs a CUDA device, and this is {device}; leave it out"
 
 
