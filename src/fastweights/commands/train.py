@@ -99,6 +99,7 @@ class TrainingOptions:
     devices: Annotated[str | None, field("Number of devices, or auto for one or what torchrun started.", "auto")] = None
     strategy: Annotated[str | None, field(f"One of {', '.join(STRATEGIES)}.", "auto")] = None
     compile: Annotated[str | None, field(f"Mode of torch.compile: {', '.join(COMPILE_MODES)}.", "not compiled")] = None
+    graph: Annotated[bool, flag("graph", "Capture updates as CUDA graphs; one process, one GPU.")] = False
     minutes: Annotated[
         float | None, field("Save and stop after this long; the same command resumes the run.", "no limit")
     ] = None
@@ -120,7 +121,8 @@ class TrainingOptions:
             raise ValueError(f"--minutes must be above 0, got {self.minutes:g}")
         trained = {each.name for each in fields(TrainingConfig)}
         options = {name: value for name, value in vars(self).items() if name in trained}
-        return read_settings(known, self.settings or [], {**options, "devices": parse_devices(self.devices), **more})
+        options |= {"devices": parse_devices(self.devices), "graph": self.graph or None}
+        return read_settings(known, self.settings or [], {**options, **more})
 
 
 @with_fields_as_options
@@ -151,7 +153,6 @@ def lm(
     out: Annotated[Path | None, field("Folder of the run.", "runs/PRESET-MIXER")] = None,
     batch: Annotated[int | None, field("Segments in a batch, over all devices.")] = None,
     length: Annotated[int | None, field("Tokens in a segment.")] = None,
-    graph: Annotated[bool, flag("graph", "Capture updates as CUDA graphs; one process, one GPU.")] = False,
     list_: Annotated[bool, list_option(PRESETS, RECIPES, FIELDS)] = False,
     *,
     training: TrainingOptions,
@@ -167,7 +168,7 @@ def lm(
             require("lightning")
             batches = {"batch_size": batch, "segment": length, "documents": documents}
             model = {"normalization": normalization, "positions": positions}
-            chosen = training.chosen(FIELDS, **batches, **model, graph=graph or None)
+            chosen = training.chosen(FIELDS, **batches, **model)
             # Before a corpus is prepared for a model that cannot be.
             look_up(PRESETS, preset, "preset")
             look_up(MIXER_CHOICES, mixer, "mixer")

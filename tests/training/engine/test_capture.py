@@ -99,6 +99,26 @@ def test_what_comes_twice_in_a_row_is_captured(captured):
     assert len(captured) == 1 and len(how) == 30
 
 
+def test_each_of_many_shapes_is_captured_when_it_comes_again(captured):
+    """In any order; the first of each runs uncompiled, and then those that lead up to its capture."""
+    how = []
+
+    def update(batches, carry, compiled):
+        length = batches[0].tokens.shape[1]
+        how.append((length, compiled))
+        return {"sum": carry["sum"] + length * batches[0].tokens[0, 0]}
+
+    recorder, carry = CapturedUpdates(update, CPU, many_shapes=True), {"sum": torch.zeros((), dtype=torch.long)}
+    lengths = [1 + step % 3 for step in range(30)]
+    for step, length in enumerate(lengths):
+        before, carry = recorder(batch(step, length), carry)
+        assert before["sum"] == sum(n * i for i, n in enumerate(lengths[:step]))
+    assert carry["sum"] == sum(n * i for i, n in enumerate(lengths))
+    for length in (1, 2, 3):
+        assert [compiled for n, compiled in how if n == length][: 1 + WARMUP_UPDATES] == [False] + [True] * 3
+    assert len(captured) == 3
+
+
 def test_rehearsals_have_the_inputs_of_the_recording(captured):
     """Else the compiler, which goes by how tensors are laid out, would compile in the middle of the recording."""
     seen = []
@@ -118,9 +138,13 @@ def test_rehearsals_have_the_inputs_of_the_recording(captured):
 
 def test_updates_that_are_never_alike_are_refused(captured):
     recorder = CapturedUpdates(lambda batches, carry, compiled: None, CPU)
-    with pytest.raises(ValueError, match="train without graph"):
+    with pytest.raises(ValueError, match=r"no two in a row.*train without graph"):
         for step in range(PATIENCE + 1):
             recorder(batch(step, 1 + step % 2), None)
+    recorder = CapturedUpdates(lambda batches, carry, compiled: None, CPU, many_shapes=True)
+    with pytest.raises(ValueError, match="no two had batches of one shape"):
+        for step in range(PATIENCE + 1):
+            recorder(batch(step, 1 + step), None)
 
 
 def test_a_signature_is_all_but_the_numbers():

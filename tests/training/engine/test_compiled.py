@@ -8,9 +8,13 @@ from torch._dynamo.testing import CompileCounter
 
 from fastweights.models.language_model import LanguageModel
 from fastweights.models.presets import PRESETS
+from fastweights.models.translation import TranslationModel
+from fastweights.models.translation_presets import PRESETS as MT_PRESETS
 from fastweights.training.engine.distributed import launch
 from fastweights.training.engine.learner import Learner
 from fastweights.training.runs.signals import Interrupted
+from tests.training.small_pairs import run as run_translation
+from tests.training.small_pairs import small_pairs, small_translation
 from tests.training.small_text import MIXERS
 from tests.training.tiny import TinyBlocks, TinyTask, config, losses, run
 
@@ -54,6 +58,26 @@ def test_blocks_are_compiled_once_for_all(mixer):
     with torch.compiler.set_stance("force_eager"):
         model.loss(tokens[:, :-2], tokens[:, 1:-1])
     assert counter.frame_count == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
+def test_layers_of_translation_are_compiled_once_for_all_lengths():
+    sizes = {"d_model": 8, "n_heads": 2, "d_ff": 8, "encoder_layers": 3, "decoder_layers": 3, "dropout": 0.0}
+    model = TranslationModel(MT_PRESETS["tiny"]("linear", vocab_size=20, **sizes))
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    for rows, source, target in ((3, 7, 5), (4, 9, 12), (2, 24, 16)):
+        tokens, following = torch.randint(4, 20, (rows, source)), torch.randint(4, 20, (rows, target))
+        mask = torch.arange(source) < torch.arange(source - rows, source).unsqueeze(1)
+        inputs = (tokens, mask, following, following)
+        with torch.compiler.set_stance("force_eager"):
+            expected, _ = model.loss(*inputs)
+        for layer in (*model.encoder, *model.decoder):
+            layer.compile(backend=counter, fullgraph=True, dynamic=True)
+        losses, _ = model.loss(*inputs)
+        torch.testing.assert_close(losses, expected)
+        losses.sum().backward()
+    assert counter.frame_count == 2
 
 
 @pytest.mark.gpu
@@ -104,6 +128,20 @@ def test_captured_on_cuda(tmp_path, carried, mode, accumulate):
     changes = {"accelerator": "cuda", "accumulate": accumulate, "steps": 30}
     run(tmp_path / "eager", TinyTask(dropout=0.0, carried=carried), **changes)
     run(tmp_path / "captured", TinyTask(dropout=0.0, carried=carried), graph=True, compile=mode, **changes)
+    agree(tmp_path / "captured", tmp_path / "eager", 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("attention", "mode"), [("softmax", None), ("linear", None), ("performer", None), ("linear", "default")]
+)
+def test_translation_captured_on_cuda(tmp_path, attention, mode):
+    corpus = small_pairs(tmp_path / "corpus")
+    task, _ = small_translation(corpus)
+    assert len({task.batch(index, 0, 1).source.shape for index in range(task.batches_per_epoch)}) > 2
+    changes = {"accelerator": "cuda", "steps": 60, "dropout": 0.0, "eval_every": 60}
+    run_translation(corpus, tmp_path / "eager", attention, **changes)
+    run_translation(corpus, tmp_path / "captured", attention, graph=True, compile=mode, **changes)
     agree(tmp_path / "captured", tmp_path / "eager", 1e-3)
 
 

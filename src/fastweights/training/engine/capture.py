@@ -17,9 +17,9 @@ from fastweights.common.tree import map_tensors, signature, tensors_of
 
 # Updates of one shape before it is captured: libraries prepare themselves, the compiler compiles, kernels are checked.
 WARMUP_UPDATES = 3
-# Shapes that are captured; updates of others run as they come.
-MAX_CAPTURES = 16
-# Updates after which two of one shape should have come in a row.
+# Shapes that are captured; updates of others run as they come. A graph of some thousand kernels takes a few megabytes.
+MAX_CAPTURES = 128
+# Updates after which a shape should have come again.
 PATIENCE = 100
 
 # What an update does: from the batches and the carried state to the next, with or without the compiled loss.
@@ -57,11 +57,12 @@ class CapturedUpdates:
     """Runs updates, and captures those of a shape that comes twice in a row, such as all segments of full length.
 
     The first of a shape runs uncompiled, as the odd segment at the end of an epoch does each time: compiling for it
-    would take longer than the epoch. Those that lead up to a capture are updates like all others.
+    would take longer than the epoch. Those that lead up to a capture are updates like all others. With `many_shapes`,
+    which are compiled together, a shape need not come twice in a row.
     """
 
-    def __init__(self, update: Update, device: torch.device) -> None:
-        self.update = update
+    def __init__(self, update: Update, device: torch.device, many_shapes: bool = False) -> None:
+        self.update, self.many_shapes = update, many_shapes
         self._inputs: dict[Any, _Inputs] = {}
         self._replays: dict[Any, Callable[[], Any]] = {}
         self._warmups: dict[Any, int] = {}
@@ -76,12 +77,13 @@ class CapturedUpdates:
         """Make one update; return the carried state as it was before, and as it is now."""
         shape = signature((batches, carry))
         if shape not in self._replays:
-            repeated = shape == self._last
+            repeated = shape in self._warmups if self.many_shapes else shape == self._last
+            self._warmups.setdefault(shape, 0)
             self._last = shape
             self._check_progress(repeated)
             if not repeated or len(self._replays) == MAX_CAPTURES:
                 return carry, self._run_on_side_stream(batches, carry, compiled=False)
-            self._warmups[shape] = self._warmups.get(shape, 0) + 1
+            self._warmups[shape] += 1
             if shape not in self._inputs:
                 self._inputs[shape] = _Inputs.like(batches, carry)
             inputs = self._inputs[shape]
@@ -108,8 +110,8 @@ class CapturedUpdates:
     def _check_progress(self, repeated: bool) -> None:
         """Refuse batches whose shapes change with every update, so that none could ever be captured."""
         self._count += 1
-        if self._count > PATIENCE and not self._replays and not repeated and not self._warmups:
+        if self._count > PATIENCE and not self._replays and not repeated and not any(self._warmups.values()):
             raise ValueError(
-                f"of {PATIENCE} updates no two in a row had batches of one shape; a graph can be made of none of them: "
-                "train without graph"
+                f"of {PATIENCE} updates no two{'' if self.many_shapes else ' in a row'} had batches of one shape; a "
+                "graph can be made of none of them: train without graph"
             )

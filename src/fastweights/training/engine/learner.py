@@ -55,7 +55,7 @@ class Learner:
         self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         if config.graph and (reason := refusal(self.device, self.world, self._optimizer.param_groups)):
             raise ValueError(f"graph: {reason}; train without it")
-        self._captured = CapturedUpdates(self._make_update, self.device) if config.graph else None
+        self._captured = self._captured_updates() if config.graph else None
         self._loss = self._compiled()
         # Graph replays write their results to the same place each time.
         self._loss_is_graph = config.compile in GRAPHING_MODES and self.device.type == "cuda"
@@ -66,18 +66,23 @@ class Learner:
         snapshot.seed_everything(config.seed + 1 + self.rank)
         self.model.train()
 
+    def _captured_updates(self) -> CapturedUpdates:
+        return CapturedUpdates(self._make_update, self.device, self.task.many_shapes)
+
     def _compiled(self) -> Any:
         """Return the loss, compiled where that is wanted: the task's regions one for all, or all of it."""
         mode = self.config.compile
         if mode is None:
             return self.task.loss
+        # None: for the first sizes alone, and for all once there are others.
+        dynamic = True if self.task.many_shapes else None
         regions = self.task.regions(self.model)
         if not regions or mode in GRAPHING_MODES:
-            return torch.compile(self.task.loss, mode=mode)
+            return torch.compile(self.task.loss, mode=mode, dynamic=dynamic)
         # The compiler looks for gradients on whatever comes into a region, and is told that it will find none.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor", UserWarning)
         for region in regions:
-            region.compile(mode=mode)
+            region.compile(mode=mode, dynamic=dynamic)
         return self.task.loss
 
     def call(self, function: Any, *arguments: Any, compiled: bool = False) -> Any:
@@ -235,7 +240,7 @@ class Learner:
         self.step = training["step"]
         if self._captured is not None:
             # Captures know the optimiser's memory as it was.
-            self._captured = CapturedUpdates(self._make_update, self.device)
+            self._captured = self._captured_updates()
         self._meter = unpack(training["meter"], self.device)
         if len(processes) == self.world:
             self.carry = unpack(processes[self.rank]["carry"], self.device)

@@ -47,10 +47,13 @@ class Task(ABC):
         score: what the best checkpoint is best at.
         unused_parameters: whether some batches leave some parameters without gradient, which data parallelism has to
             be told.
+        many_shapes: whether batches come in many shapes, in no order. Then code is compiled once for all of them, and
+            each shape that comes again is captured.
     """
 
     score: Score = Score("loss")
     unused_parameters: bool = False
+    many_shapes: bool = False
 
     @abstractmethod
     def build(self) -> nn.Module:

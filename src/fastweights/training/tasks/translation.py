@@ -71,6 +71,7 @@ class TranslationTask(Task):
         if self.bleu_sentences < 0 or self.bleu_beam < 1:
             got = f"got {self.bleu_sentences} and {self.bleu_beam}"
             raise ValueError(f"bleu_sentences must be at least 0 and bleu_beam at least 1, {got}")
+        self.many_shapes = True
         if self.bleu_sentences:
             # Now and not after hours of training.
             require_sacrebleu()
@@ -121,6 +122,11 @@ class TranslationTask(Task):
         both = model.loss(batch.source, batch.source_mask, batch.target_in, batch.target_out, smoothing)
         smoothed, nll = ((losses * batch.target_mask).sum() for losses in both)
         return smoothed, nll.detach(), batch.target_mask.sum()
+
+    def regions(self, model: nn.Module) -> list[nn.Module]:
+        """Return the layers of encoder and decoder: the rest is embeddings and the loss, in kernels of its own."""
+        assert isinstance(model, TranslationModel)
+        return [*model.encoder, *model.decoder]
 
     def validate(self, model: nn.Module) -> dict[str, float]:
         """Return the loss of the whole validation set, and BLEU of its beginning."""
