@@ -63,7 +63,7 @@ def test_translation_writes_what_it_measured(tmp_path, monkeypatch):
 @pytest.mark.parametrize("preset", ["big", "base"])
 def test_translation_is_measured_with_the_words_of_its_training(preset, monkeypatch):
     monkeypatch.setitem(PRESETS, preset, partial(PRESETS[preset], d_model=8, n_heads=1, d_ff=8))
-    case = translation.TimedModel("softmax", 4, preset, "cpu", False)
+    case = translation.TimedDecoder("softmax", 4, preset, "cpu", False)
     words = CORPORA["wmt14"].options["vocabulary_size"]
     assert case.model.config.vocab_size == PRESETS[preset]().vocab_size == words == 32_000
 
@@ -76,7 +76,7 @@ def test_every_translation_model_has_words_to_be_measured_with():
 @pytest.mark.parametrize("attention", translation.ATTENTIONS)
 def test_a_long_target_is_decoded_piece_by_piece(attention, monkeypatch):
     monkeypatch.setattr(translation, "SIZES", {"cpu": (16, 2)})
-    case = translation.TimedModel(attention, 9, "tiny", "cpu", False)
+    case = translation.TimedDecoder(attention, 9, "tiny", "cpu", False)
     whole = case.step(case.decoded())
     monkeypatch.setattr(translation, "PIECE", 4)
     pieces = case.step(case.decoded())
