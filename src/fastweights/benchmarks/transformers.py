@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fastweights.benchmarks.record import Out, Record, Repeats
-from fastweights.benchmarks.timing import seconds
+from fastweights.benchmarks.timing import failure_noted, seconds
 from fastweights.commands.options import AsJson, Device, chosen_names, input_errors, option, pick_device
 from fastweights.common.allocator import keep_freed_memory
 from fastweights.common.provenance import installed
@@ -117,19 +117,23 @@ def measure(label: str, length: int, batch: int, repeats: int, device: str, dtyp
     }
     rows = []
     for what, step in steps(model, length, batch).items():
+        row: dict[str, Any] = {"model": label, "what": what, "length": 1 if what == "decoding" else length}
+        row |= {"batch": batch if what == "training step" else 1, "dtype": str(dtype).removeprefix("torch.")}
+        row |= installed("transformers", "fla-core")
         times: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(repeats + 1):
             for way, bound in ways.items():
-                with bound():
+                if f"{way}_failure" in row:
+                    continue
+                noted = failure_noted(row, f"{way}_failure") if way == "fallback" else nullcontext()
+                with noted, bound():
                     taken = step()
-                if turn:
-                    times[way].append(taken)
-        ms = {f"{way}_ms": 1e3 * statistics.median(taken) for way, taken in times.items()}
-        row: dict[str, Any] = {"model": label, "what": what, "length": 1 if what == "decoding" else length}
-        row |= {"batch": batch if what == "training step" else 1, "dtype": str(dtype).removeprefix("torch.")}
-        row |= {**installed("transformers", "fla-core"), **ms}
-        row["speedup"] = row["fallback_ms"] / row["fastweights_ms"]
-        row["most"] = row["fallback_ms"] / row["nothing_ms"]
+                    if turn:
+                        times[way].append(taken)
+        row |= {f"{way}_ms": 1e3 * statistics.median(taken) for way, taken in times.items() if taken}
+        if "fallback_ms" in row:
+            row["speedup"] = row["fallback_ms"] / row["fastweights_ms"]
+            row["most"] = row["fallback_ms"] / row["nothing_ms"]
         rows.append(row)
     return rows
 
@@ -158,6 +162,6 @@ def run(
     title = f"{length} tokens, {record.rows[0]['dtype']}; transformers computes with {theirs}"
     table = Table("model", "", "transformers ms", "fastweights ms", "speed-up", "at most", title=title)
     for row in record.rows:
-        cells = (f"{row['fallback_ms']:.2f}", f"{row['fastweights_ms']:.2f}", f"{row['speedup']:.2f}")
-        table.add_row(row["model"], row["what"], *cells, f"{row['most']:.2f}")
+        keys = ("fallback_ms", "fastweights_ms", "speedup", "most")
+        table.add_row(row["model"], row["what"], *(f"{row[key]:.2f}" if key in row else "failed" for key in keys))
     record.finish(table, "at most: a model that computes nothing between its projections")
