@@ -14,11 +14,11 @@ from fastweights.ops.cpu.compiler import FLAGS, run_compiler
 from fastweights.ops.cpu.views import View
 
 
-def build_driver(compiler, options, folder):
+def build_driver(compiler, options, folder, linking=()):
     """Compile the backend and the driver into one program, and return its path."""
     program = folder / "driver"
     driver = Path(__file__).with_suffix(".cpp")
-    run_compiler(compiler, [*FLAGS, *options, "-pthread", str(driver)], program)
+    run_compiler(compiler, [*FLAGS, *options], ["-pthread", *linking], program, [driver])
     return program
 
 

@@ -164,7 +164,7 @@ def test_sanitizers_find_nothing(tmp_path, driven, monkeypatch):
 @pytest.mark.skipif(platform.machine() != "x86_64" or not all(ARM), reason="needs g++ for AArch64 and qemu-user")
 def test_an_arm_processor_agrees_with_the_reference(tmp_path, driven):
     compiler, emulator = ARM
-    driven(emulator, build_driver(compiler, [*NEON.flags, "-O1", "-static"], tmp_path))
+    driven(emulator, build_driver(compiler, [*NEON.flags, "-O1"], tmp_path, ["-static"]))
     for dtype in TOLERANCES:
         for rule in ("delta", "gated_delta log", "gated_delta per key"):
             check(random_call(rule, None, 1, 70, 2, 17, 33), dtype)

@@ -11,7 +11,9 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,13 +67,27 @@ def flags(level: Level) -> list[str]:
 def compile_library(compiler: str, level: Level, output: Path) -> None:
     """Compile the library for a level."""
     exports = f"-Wl,--version-script={SOURCES / 'exports.map'}"
-    run_compiler(compiler, [*flags(level), "-shared", "-fPIC", exports], output)
+    run_compiler(compiler, [*flags(level), "-fPIC"], ["-shared", exports], output)
 
 
-def run_compiler(compiler: str, options: Sequence[str], output: Path) -> None:
-    """Compile all sources with these options."""
-    sources = map(str, sorted(SOURCES.rglob("*.cpp")))
-    command = [compiler, *options, f"-I{SOURCES}", *sources, "-o", str(output)]
-    completed = subprocess.run(command, capture_output=True, env={**os.environ, "TMPDIR": str(output.parent)})
-    if completed.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{completed.stderr.decode(errors='replace')[-2000:]}")
+def run_compiler(
+    compiler: str, options: Sequence[str], linking: Sequence[str], output: Path, more: Sequence[Path] = ()
+) -> None:
+    """Compile all sources and `more`, side by side, and link them with further options."""
+    # memory.cpp takes longest; backwards by name, it is among the first.
+    sources = [*more, *sorted(SOURCES.rglob("*.cpp"), reverse=True)]
+    with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=output.parent) as folder:
+        objects = [str(Path(folder, f"{source.stem}.o")) for source in sources]
+
+        def run(*arguments: str) -> None:
+            command = [compiler, *options, *arguments]
+            completed = subprocess.run(command, capture_output=True, env={**os.environ, "TMPDIR": folder})
+            if completed.returncode:
+                raise RuntimeError(f"{' '.join(command)} failed:\n{completed.stderr.decode(errors='replace')[-2000:]}")
+
+        def compile_one(source: Path, compiled: str) -> None:
+            run(f"-I{SOURCES}", "-c", str(source), "-o", compiled)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compile_one, sources, objects))
+        run(*objects, *linking, "-o", str(output))
