@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -82,7 +83,8 @@ class Fault:
 def possible_faults(path: Path, code: str) -> Iterator[Fault]:
     """Yield every fault that could be made in a file."""
     tree = ast.parse(code)
-    left_out = {id(inner) for node in ast.walk(tree) for part in _untouched(node) for inner in ast.walk(part)}
+    words = [word for word in ELSEWHERE if word in code]
+    left_out = {id(inner) for node in ast.walk(tree) for part in _untouched(node, words) for inner in ast.walk(part)}
     for place, node in enumerate(ast.walk(tree)):
         if id(node) in left_out:
             continue
@@ -104,8 +106,8 @@ def possible_faults(path: Path, code: str) -> Iterator[Fault]:
             yield Fault(path, place)
 
 
-def _untouched(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts of a node in which nothing is changed."""
+def _untouched(node: ast.AST, elsewhere: list[str]) -> Iterator[ast.AST]:
+    """Yield the parts of a node in which nothing is changed; the words are those of other machines in its file."""
     if isinstance(node, FOR_PEOPLE) or (
         isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in CALLS_FOR_PEOPLE
     ):
@@ -121,20 +123,26 @@ def _untouched(node: ast.AST) -> Iterator[ast.AST]:
     elif isinstance(node, ast.keyword) and node.arg in IDLE_ARGUMENTS:
         yield node
     elif isinstance(node, ast.If | ast.While | ast.IfExp):
-        if any(word in ast.unparse(node.test) for word in ELSEWHERE):
+        if any(word in ast.unparse(node.test) for word in elsewhere):
             yield node
-    elif isinstance(node, ast.expr | ast.Assign | ast.Return) and any(word in ast.unparse(node) for word in ELSEWHERE):
+    elif isinstance(node, ast.expr | ast.Assign | ast.Return) and any(word in ast.unparse(node) for word in elsewhere):
         yield node
 
 
 def sample(count: int, seed: int, folders: tuple[str, ...] = FOLDERS) -> list[Fault]:
     """Draw faults from all that are possible, the same for the same seed and source."""
-    found = []
-    for folder in folders:
-        for path in sorted((ROOT / SOURCE / folder).rglob("*.py")):
-            if "cuda" not in path.stem:
-                found += list(possible_faults(path.relative_to(ROOT), path.read_text()))
-    return random.Random(seed).sample(found, count)
+    return random.Random(seed).sample(_every_fault(folders), count)
+
+
+@cache
+def _every_fault(folders: tuple[str, ...]) -> list[Fault]:
+    paths = [path for folder in folders for path in sorted((ROOT / SOURCE / folder).rglob("*.py"))]
+    return [
+        fault
+        for path in paths
+        if "cuda" not in path.stem
+        for fault in possible_faults(path.relative_to(ROOT), path.read_text())
+    ]
 
 
 def test_files(path: Path) -> list[str]:

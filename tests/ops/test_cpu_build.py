@@ -12,7 +12,8 @@ import torch
 from fastweights.ops.backends import EXECUTABLES
 from fastweights.ops.cpu import backend as cpu
 from fastweights.ops.cpu import build
-from fastweights.ops.cpu.compiler import find_compiler, levels
+from fastweights.ops.cpu import compiler as compilation
+from fastweights.ops.cpu.compiler import SOURCES, find_compiler, levels
 from tests.ops.calls import random_call, refusal, relative_error
 from tests.ops.test_cpu_backend import everything, expected, problem
 
@@ -46,7 +47,19 @@ def compiler(tmp_path, monkeypatch, forgotten):
     return lambda: len(builds.read_text().splitlines())
 
 
-def test_built_once_and_again_where_the_file_is_broken(compiler):
+@pytest.fixture
+def small_sources(tmp_path, monkeypatch):
+    """Compile at once, in place of the sources of the backend, one that can do nothing but be loaded."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "memory.cpp").write_text('extern "C" void fastweights_threads(void*, void*) {}\n')
+    (folder / "exports.map").write_bytes((SOURCES / "exports.map").read_bytes())
+    for module in (build, compilation):
+        monkeypatch.setattr(module, "SOURCES", folder)
+    return folder
+
+
+def test_built_once_and_again_where_the_file_is_broken(compiler, small_sources):
     library = Path(build.library()._name)
     assert compiler() == 1
     for broken, builds in ((None, 1), (lambda x: x[:-1000], 2), (lambda x: b"", 3)):
@@ -62,8 +75,13 @@ def test_built_once_and_again_where_the_file_is_broken(compiler):
 
 
 @pytest.mark.slow
-def test_several_processes_build_once(compiler):
-    code = "from fastweights.ops.cpu import build; assert build.failure() is None"
+def test_several_processes_build_once(compiler, small_sources):
+    code = f"""
+from pathlib import Path
+from fastweights.ops.cpu import build, compiler
+build.SOURCES = compiler.SOURCES = Path({str(small_sources)!r})
+assert build.failure() is None
+"""
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert compiler() == 1
