@@ -4,6 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Bytecode is written when a module is first imported: most of what is installed never is, and tests start hundreds of
+# processes.
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := $(BIN)/pip install --quiet --no-compile
+
 .PHONY: test reproduce docs lint format clean
 
 test: lint
@@ -32,7 +37,7 @@ clean:
 $(READY): pyproject.toml Makefile
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("fastweights needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12 test")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet torch==2.13.0
-	[ "$$(uname)" != Linux ] || $(BIN)/pip install --quiet --no-deps triton==3.7.1
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(INSTALL) torch==2.13.0
+	[ "$$(uname)" != Linux ] || $(INSTALL) --no-deps triton==3.7.1
+	$(INSTALL) --editable '.[dev]'
 	touch $@
