@@ -318,8 +318,20 @@ JUDGED = {
 }
 
 
+# On an H200, where the case of most elements, which needs the memory for itself, is in a file of its own.
+JUDGED_ON_GPU = {
+    "ours": ("gated_delta-fastweights-triton", "gated_delta-fastweights-triton-large"),
+    "ours, float32": ("gated_delta-fastweights-triton-float32",),
+    "ours, KDA": ("kda-fastweights-triton", "kda-fastweights-triton-large"),
+    "FlashQLA": ("gated_delta-flash-qla",),
+    "T chunk": ("gated_delta-transformers-chunk-gpu",),
+    "fla": ("gated_delta-fla-chunk", "gated_delta-fla-chunk-large"),
+    "fla, KDA": ("kda-fla-chunk",),
+}
+
+
 def judged(name):
-    """Return the verdicts of `results/verify/NAME.json` as the table of docs/verify.md writes them."""
+    """Return the verdicts of `results/verify/NAME.json` as the tables of docs/verify.md write them."""
     cells = {}
     for found in json.loads((ROOT / "results" / "verify" / f"{name}.json").read_text())["rows"]:
         errors, limits = {key: float(x) for key, x in found["errors"].items()}, found["tolerances"]
@@ -332,14 +344,28 @@ def judged(name):
     return cells
 
 
+def verdict_table(first, columns):
+    """Return a table of cases, from the verdicts by the head of their column; what was not run is empty."""
+    cases = dict.fromkeys(case for cells in columns.values() for case in cells)
+    lines = [[case, *(cells.get(case, "") for cells in columns.values())] for case in cases]
+    head, *body = (f"| {' | '.join(line)} |".replace("|  |", "| |") for line in [[first, *columns], *lines])
+    return "\n".join([head, "|---" * (len(columns) + 1) + "|", *body]).replace("|  |", "| |")
+
+
 @source("docs/verify.md", "| case |")
 def _():
-    verdicts = [judged(f"gated_delta-{name}") for name in JUDGED.values()]
-    lines = [[case, *(cells[case] for cells in verdicts)] for case in verdicts[0]]
     for name in ("gated_delta-fastweights-reference", "kda-fastweights-cpu"):
         assert not any("*" in cell or cell in ("-", "error") for cell in judged(name).values())
-    head, *body = (f"| {' | '.join(line)} |" for line in [["case", *JUDGED], *lines])
-    return "\n".join([head, "|---" * (len(JUDGED) + 1) + "|", *body])
+    return verdict_table("case", {head: judged(f"gated_delta-{name}") for head, name in JUDGED.items()})
+
+
+@source("docs/verify.md", "| case on a GPU |")
+def _():
+    columns = {
+        head: {case: cell for name in names for case, cell in judged(name).items()}
+        for head, names in JUDGED_ON_GPU.items()
+    }
+    return verdict_table("case on a GPU", columns)
 
 
 source("docs/verify.md", "An error is the largest distance")(lambda: [SAFETY])
@@ -351,6 +377,12 @@ source("docs/verify.md", "An error is the largest distance")(lambda: [SAFETY])
 @source("docs/transformers.md", "| model | what | plain transformers |")
 def _():
     for entry in rows("transformers-cpu"):
+        yield from (entry[key] for key in ("fallback_ms", "fastweights_ms", "speedup", "most"))
+
+
+@source("docs/transformers.md", "| on an H200 | what |")
+def _():
+    for entry in (*rows("transformers-h200"), *rows("transformers-fla-h200")):
         yield from (entry[key] for key in ("fallback_ms", "fastweights_ms", "speedup", "most"))
 
 
