@@ -249,7 +249,7 @@ def test_without_matplotlib(run, training, monkeypatch):
 
 @pytest.mark.parametrize(
     ("missing", "name", "extras"),
-    [("lightning", "table2", "train"), ("lightning", "speed", "train"), ("sacrebleu", "table1", "mt")],
+    [("lightning_fabric", "table2", "train"), ("lightning_fabric", "speed", "train"), ("sacrebleu", "table1", "mt")],
 )
 def test_without_an_extra(run, training, monkeypatch, tmp_path, missing, name, extras):
     monkeypatch.setattr(options, "find_spec", lambda package: None if package == missing else object())

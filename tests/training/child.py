@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-import lightning.fabric  # noqa: F401
+import lightning_fabric  # noqa: F401
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

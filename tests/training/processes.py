@@ -7,7 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
-import lightning.fabric  # noqa: F401
+import lightning_fabric  # noqa: F401
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

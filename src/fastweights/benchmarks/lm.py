@@ -268,7 +268,7 @@ def check_device(device: str, command: str, options: str) -> None:
             f"{command} needs a CUDA device, and PyTorch finds none here; "
             f"`fastweights {command} --device cpu {options}` measures on the CPU"
         )
-    require("lightning")
+    require("lightning_fabric")
 
 
 def _right(row: dict[str, Any], ways: Sequence[str]) -> bool:

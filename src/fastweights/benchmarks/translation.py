@@ -188,7 +188,7 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Time training and decoding of translation models with linear and softmax attention at three source lengths."""
-    require("lightning")
+    require("lightning_fabric")
     look_up(PRESETS, preset, "preset")
     look_up(dict.fromkeys(("fp32", "bf16")), precision, "precision")
     device, names = pick_device(device), chosen_names(ATTENTIONS, attentions, "attention")

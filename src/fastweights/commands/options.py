@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Package -> the extra that installs it.
 EXTRAS = {
     "datasets": "data",
-    "lightning": "train",
+    "lightning_fabric": "train",
     "matplotlib": "experiments",
     "num2words": "mt",
     "onnx": "onnx",

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning_fabric.strategies import SingleDeviceStrategy
 
 from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.training.engine.distributed import launch
@@ -109,6 +109,6 @@ def test_one_process_needs_no_strategy_for_many():
 
 
 def test_without_lightning(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "lightning.fabric", None)
+    monkeypatch.setitem(sys.modules, "lightning_fabric", None)
     with pytest.raises(ImportError, match=r"pip install 'fastweights\[train\]'"):
         run(tmp_path)

@@ -315,7 +315,7 @@ def experiment(
         "inputs": INPUTS,
         "stored": STORED,
         "fields": FIELDS,
-        "needs": ("lightning",),
+        "needs": ("lightning_fabric",),
         "formerly": tuple(STAND_INS),
         "size_name": "D",
         "paper_corpus": WIKITEXT103.name,

@@ -240,7 +240,7 @@ EXPERIMENT = Experiment(
     inputs=INPUTS,
     fields=FIELDS,
     stored=STORED,
-    needs=("lightning", "sacrebleu", "tokenizers"),
+    needs=("lightning_fabric", "sacrebleu", "tokenizers"),
     paper_corpus="WMT14 en-de",
     describe=describe,
     decided_by="the paper's 35,000 updates on WMT14 with D = 1024, at scale paper",

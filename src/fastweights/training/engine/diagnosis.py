@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from fastweights.common.sharding import is_sharded
 from fastweights.common.tree import map_tensors
 
 _LARGE = 1e4
@@ -99,7 +99,7 @@ def examine(model: nn.Module, run: Callable[[], Tensor]) -> tuple[float, list[He
 
 def _health(kind: str, name: str, tensor: Tensor) -> Health:
     with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor.to_local() if is_sharded(tensor) else tensor
         if not local.is_floating_point():
             return Health(kind, name, 0, 0, 0.0)
         finite = torch.isfinite(local)

@@ -16,7 +16,7 @@ from fastweights.training.engine.config import TrainingConfig
 from fastweights.training.engine.task import Task
 
 if TYPE_CHECKING:
-    from lightning.fabric import Fabric
+    from lightning_fabric import Fabric
     from torch.distributed.device_mesh import DeviceMesh
 
 Value = TypeVar("Value")
@@ -54,17 +54,16 @@ class Objective(nn.Module):
 def launch(task: Task, config: TrainingConfig) -> Fabric:
     """Start all processes of the configuration and return their Fabric."""
     try:
-        from lightning.fabric import Fabric
-        from lightning.fabric.strategies.ddp import DDPStrategy
-        from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+        from lightning_fabric import Fabric
+        from lightning_fabric.strategies.ddp import DDPStrategy
+        from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
     except ImportError as error:
         raise ImportError(
-            f"training needs Lightning ({error}); install it with: pip install 'fastweights[train]'"
+            f"training needs Lightning Fabric ({error}); install it with: pip install 'fastweights[train]'"
         ) from None
 
-    for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
-        # Its notes on the set-up repeat the configuration, in every process.
-        logging.getLogger(name).setLevel(logging.WARNING)
+    # Its notes on the set-up repeat the configuration, in every process.
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     devices, nodes = _processes(config)
     world = devices * nodes
     name = config.strategy if config.strategy != "auto" else ("ddp" if world > 1 else "single")

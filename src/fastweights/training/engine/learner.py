@@ -26,7 +26,7 @@ from fastweights.training.runs import snapshot
 from fastweights.training.runs.checkpoint import Contents
 
 if TYPE_CHECKING:
-    from lightning.fabric import Fabric
+    from lightning_fabric import Fabric
 
 
 class Learner:

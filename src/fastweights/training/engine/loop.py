@@ -29,7 +29,7 @@ from fastweights.training.runs.log import RunLog, Sink, memory_in_use
 from fastweights.training.runs.signals import Interrupted, Signals
 
 if TYPE_CHECKING:
-    from lightning.fabric import Fabric
+    from lightning_fabric import Fabric
 
 
 @dataclass(frozen=True, kw_only=True)

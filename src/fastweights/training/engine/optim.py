@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
+from fastweights.common.sharding import is_sharded
 from fastweights.training.engine.config import SCHEDULES, TrainingConfig
 from fastweights.training.engine.muon import Muon, hidden_weights
 
@@ -36,7 +36,7 @@ def make_optimizer(model: nn.Module, config: TrainingConfig, regions: Iterable[n
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient; there is nothing to train")
-    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    sharded = any(is_sharded(parameter) for parameter in parameters)
     device = parameters[0].device
 
     def rate(value: float) -> Tensor | float:
@@ -84,14 +84,14 @@ def set_learning_rate(optimizer: Optimizer, value: float) -> None:
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return the gradients, or this process' part of them, as plain tensors that share their memory."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    return [gradient.to_local() if is_sharded(gradient) else gradient for gradient in gradients]
 
 
 def global_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     """Compute the L2 norm of all gradients, over processes where each has a part, without waiting for the device."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=device)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return norm.full_tensor() if is_sharded(norm) else norm
 
 
 def step_scaled(optimizer: Optimizer, step: Callable[[], object], factor: Tensor, broken: Tensor) -> None:

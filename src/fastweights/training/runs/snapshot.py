@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+
+from fastweights.common.sharding import is_sharded
 
 Named = Mapping[str, Tensor]
 
@@ -96,13 +97,15 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: Mapping[
 
 def _whole(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
+    if is_sharded(tensor):
         tensor = tensor.full_tensor()
     return tensor.to("cpu", copy=True)
 
 
 def _like(tensor: Tensor, model: Tensor) -> Tensor:
     """Distribute a tensor over the processes as `model` is."""
-    if isinstance(model, DTensor):
+    if is_sharded(model):
+        from torch.distributed.tensor import distribute_tensor
+
         return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements)
     return tensor

@@ -1,0 +1,17 @@
+"""Parameters of which each process has a part, as FSDP makes them."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether a tensor is spread over processes, without importing what would do that: it takes long."""
+    sharding = sys.modules.get("torch.distributed.tensor")
+    return sharding is not None and isinstance(tensor, sharding.DTensor)
