@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from fastweights.common.formatting import format_number, format_seconds
 from fastweights.experiments import EXPERIMENTS
 from fastweights.experiments.engine.experiment import Results, Selection, Table
 from fastweights.experiments.engine.store import Store
@@ -13,7 +14,7 @@ from fastweights.report.build import build
 from fastweights.report.chapter import Chapter
 from fastweights.report.markup import fold
 from fastweights.report.page import names
-from fastweights.report.rows import format_number, format_seconds, result_rows, tally
+from fastweights.report.rows import result_rows, tally
 from tests.experiments.fakes import Training
 from tests.experiments.test_store import Silent
 

@@ -7,8 +7,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fastweights.common.formatting import format_loss, format_seconds
 from fastweights.experiments.engine.experiment import Cell, CellRecord, Experiment
-from fastweights.report.rows import format_loss, format_seconds
 
 _SHOWN = 6
 # Without a terminal, seconds until the next line that says what a long cell is doing.

@@ -27,6 +27,7 @@ from fastweights.commands.options import (
     say,
 )
 from fastweights.commands.progress import Display
+from fastweights.common.formatting import format_seconds
 from fastweights.common.tables import look_up
 from fastweights.experiments import EXPERIMENTS, load_experiments
 from fastweights.experiments.engine.experiment import SCALES, BadInput, Cell, Experiment, Selection, UserInput
@@ -35,7 +36,7 @@ from fastweights.experiments.engine.store import Store
 from fastweights.experiments.engine.sweep import sweep
 from fastweights.report.build import build
 from fastweights.report.chapter import Chapter
-from fastweights.report.rows import format_seconds, summary
+from fastweights.report.rows import summary
 
 _BAD_INPUT = (BadInput, ValueError, ImportError)
 Plan = tuple[Experiment, list[Cell], Path | None]

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fastweights.commands.options import as_json, input_errors, interruptible, option, print_json, say
 from fastweights.common.files import write_atomically
+from fastweights.common.formatting import format_seconds
 from fastweights.common.tables import look_up
-from fastweights.report.rows import format_seconds
 from fastweights.training.runs.checkpoint import CheckpointError
 from fastweights.training.runs.folder import RunError
 

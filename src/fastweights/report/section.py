@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from fastweights.common.formatting import format_number, format_seconds
 from fastweights.experiments.engine.experiment import FULL, SCALES, Table, inputs_of
 from fastweights.report.chapter import Chapter
 from fastweights.report.markup import details, fold, numbers, pills, scrolled, sentence, statements, text, words
-from fastweights.report.rows import format_number, format_seconds, result_rows
+from fastweights.report.rows import result_rows
 
 # What a plot of that kind shows, where the numbers of the table are others.
 _DRAWN = {
