@@ -11,6 +11,7 @@ from fastweights.ops.fused.gated_norm import gated_rms_norm
 from fastweights.ops.fused.short_convolution import short_convolution
 from fastweights.ops.gpu.gated_norm import launch as norm
 from fastweights.ops.gpu.gated_norm import self_check as norm_check
+from fastweights.ops.gpu.heads import readable
 from fastweights.ops.gpu.short_convolution import launch as convolution
 from fastweights.ops.gpu.short_convolution import self_check as convolution_check
 from fastweights.ops.gpu.short_convolution.self_check import Kind
@@ -114,7 +115,7 @@ def test_parts_of_a_projection_are_read_where_they_are():
     for T in (1, 6):
         for part in torch.randn(2, T, 40)[:, :, 4:].split([8, 8, 20], -1):
             assert convolution._readable(part) is part
-            assert norm._readable(heads := part.unflatten(-1, (2, -1))) is heads
+            assert readable(heads := part.unflatten(-1, (2, -1))) is heads
     segment = torch.randn(2, 9, 40)[:, 3:7]
     assert convolution._readable(segment) is segment
     for awkward in (torch.randn(2, 40, 9).mT, torch.randn(9, 2, 40)[:, :, ::2], torch.randn(2, 1, 40).expand(2, 9, 40)):
@@ -144,9 +145,8 @@ def test_what_goes_to_plain_pytorch(wrong, reason):
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiles(monkeypatch, capability):
     """One launch forward, two back: a layer's call, and for Hopper one with everything that a call can have."""
-    from fastweights.ops.gpu import common
+    from fastweights.ops.gpu import common, launcher
     from fastweights.ops.gpu.gated_norm import kernels as norms
-    from fastweights.ops.gpu.memory import launcher
     from fastweights.ops.gpu.short_convolution import kernels as convolutions
 
     monkeypatch.setattr(launcher, "_planned", {})

@@ -140,8 +140,8 @@ def test_few_long_sequences_are_handed_to_the_kernels_over_groups(monkeypatch):
 def test_kernels_over_groups_hold_nothing_that_is_not_needed(monkeypatch):
     """A slot for each chunk, and no gradient of the states between groups when those of queries and keys are made."""
     pytest.importorskip("triton")
+    from fastweights.ops.gpu import launcher
     from fastweights.ops.gpu.memory import grouped as walks
-    from fastweights.ops.gpu.memory import launcher
     from fastweights.ops.gpu.memory import plan as launch
 
     monkeypatch.setattr(launcher, "_planned", {})

@@ -36,9 +36,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from fastweights.ops.gpu import launcher  # noqa: E402
 from fastweights.ops.gpu.memory import grouped as walks  # noqa: E402
-from fastweights.ops.gpu.memory import launcher, step, tail  # noqa: E402
 from fastweights.ops.gpu.memory import plan as launch  # noqa: E402
+from fastweights.ops.gpu.memory import step, tail  # noqa: E402
 from fastweights.ops.gpu.memory.kernels import recurrent_backward as token_backward  # noqa: E402
 from fastweights.ops.gpu.memory.kernels import recurrent_forward as token_forward  # noqa: E402
 

@@ -90,7 +90,7 @@ def test_as_a_custom_op_in_groups(monkeypatch):
 @pytest.mark.parametrize("gradients", [False, True])
 def test_few_functions_stand_between_a_layer_and_its_kernel(monkeypatch, gradients):
     """How many of this package are on the stack at a launch, with the layer's own and the launch."""
-    from fastweights.ops.gpu.memory.launcher import Launch
+    from fastweights.ops.gpu.launcher import Launch
 
     launch, package, passed = Launch.__call__, str(Path(fw.__file__).parent), []
 

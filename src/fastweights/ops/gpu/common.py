@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What the kernels of several operations share: a sigmoid, and the sum of what many programs have summed."""
+"""What the kernels of several operations share: functions of a number, loading heads, adding what programs summed."""
 
 import triton
 import triton.language as tl
@@ -9,6 +9,31 @@ import triton.language as tl
 def sigmoid(x):
     """1 / (1 + e^-x), for which `tl.sigmoid` has three instructions more."""
     return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
+
+
+@triton.jit
+def exponential(x):
+    """e^x, 0 where it is less than the smallest normal number: `tl.exp` has five instructions to this one's two."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def rectified(x):
+    """max(0, x). Not a plain `tl.maximum`, which makes 0 of what is not a number."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def below(x):
+    """min(0, x), likewise."""
+    return tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def heads_of(x, head, m, there, ROW: tl.constexpr, o: tl.constexpr):
+    """Load columns m of some heads, by their numbers: H of them are a token, and the next token is `ROW` further."""
+    start = (head // o.H).to(tl.int64) * ROW + head % o.H * o.M
+    return tl.load(x + start[:, None] + m[None, :], there, 0.0).to(o.acc)
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -164,7 +164,8 @@ def machine(device: torch.device, source: Path) -> dict[str, str]:
         driver = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     except OSError:
         driver = f"built for CUDA {torch.version.cuda}"
-    files = [*(sorted(source.rglob("*.py")) or [source]), Path(__file__).with_name("common.py")]
+    shared = (Path(__file__).with_name(name) for name in ("common.py", "launcher.py"))
+    files = [*(sorted(source.rglob("*.py")) or [source]), *shared]
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files))
     return {
         "gpu": torch.cuda.get_device_name(device),

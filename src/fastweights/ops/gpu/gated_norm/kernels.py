@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from fastweights.ops.gpu.common import sigmoid
+from fastweights.ops.gpu.common import heads_of, sigmoid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +34,6 @@ class Options:
     turns: int
     block: int
     acc: Any
-
-
-@triton.jit
-def heads_of(x, head, m, there, ROW: tl.constexpr, o: tl.constexpr):
-    """Load some heads of x."""
-    start = (head // o.H).to(tl.int64) * ROW + head % o.H * o.M
-    return tl.load(x + start[:, None] + m[None, :], there, 0.0).to(o.acc)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.gpu.device import use_device_of
+from fastweights.ops.gpu.heads import readable, token_stride
 
 Tensors = Sequence[Any]
 
@@ -34,7 +35,7 @@ def backward(grads: Tensors, tensors: Tensors, settings: Tensors) -> Tensors:
 
 
 def _plan(tensors: Tensors, settings: Tensors) -> Plan:
-    from fastweights.ops.gpu.memory.launcher import kind_of, planned
+    from fastweights.ops.gpu.launcher import kind_of, planned
 
     x, weight, gate = tensors
     key = (Plan, x.shape, kind_of(x), weight.dtype, kind_of(gate), x.device, *settings)
@@ -46,14 +47,14 @@ class Plan:
 
     def __init__(self, tensors: Tensors, settings: Tensors) -> None:
         from fastweights.ops.gpu.gated_norm.kernels import normalize
-        from fastweights.ops.gpu.memory.launcher import Launch, dtype_of
+        from fastweights.ops.gpu.launcher import Launch, dtype_of
 
         x, weight, gate = tensors
         self.shape, self.settings, self.device = x.shape, settings, x.device
         self.count = x.shape[:3].numel()
         self.wide = torch.promote_types(x.dtype, torch.float32)
         self.dtypes = (x.dtype, weight.dtype, dtype_of(gate))
-        self.rows = (_row(_readable(x)), 0 if gate is None else _row(_readable(gate)))
+        self.rows = (token_stride(readable(x)), 0 if gate is None else token_stride(readable(gate)))
         options, programs = self._split(0, None)
         constants = (self.count, options)
         self.normalize = Launch(normalize, programs, (*self.dtypes, x.dtype), 0, constants, WARPS, 1, x.device)
@@ -95,11 +96,11 @@ class Plan:
 
     def backward(self, dy: Tensor, tensors: Tensors) -> Tensors:
         """Return the gradients of x, weight and gate."""
-        from fastweights.ops.gpu.memory.launcher import planned
+        from fastweights.ops.gpu.launcher import planned
 
         x, weight, gate = _prepared(tensors)
-        dy = _readable(dy)
-        row = _row(dy)
+        dy = readable(dy)
+        row = token_stride(dy)
         walk, add, programs = planned((self, row), lambda: self._back(row))
         dx, d_weight = torch.empty(self.shape, dtype=x.dtype, device=x.device), torch.empty_like(weight)
         d_gate = None if gate is None else torch.empty(self.shape, dtype=gate.dtype, device=x.device)
@@ -113,7 +114,7 @@ class Plan:
         """Return the two launches of the backward pass, and how many programs the first has."""
         from fastweights.ops.gpu.common import add_parts
         from fastweights.ops.gpu.gated_norm.kernels import normalize_gradients
-        from fastweights.ops.gpu.memory.launcher import Launch
+        from fastweights.ops.gpu.launcher import Launch
 
         dtype, weight, gate = self.dtypes
         options, programs = self._split(dy_row, PROGRAMS)
@@ -128,17 +129,4 @@ class Plan:
 def _prepared(tensors: Tensors) -> Tensors:
     """Return x, weight and gate as the kernels read them."""
     x, weight, gate = tensors
-    return _readable(x), weight.contiguous(), None if gate is None else _readable(gate)
-
-
-def _readable(x: Tensor) -> Tensor:
-    """Return x (B, T, H, M) with heads that follow each other, and tokens that follow each other across batches."""
-    B, T, H, M = x.shape
-    batch, token, head, entry = x.stride()
-    in_line = B == 1 or T == 1 or batch == T * token
-    return x if entry == 1 and (H == 1 or head == M) and in_line else x.contiguous()
-
-
-def _row(x: Tensor) -> int:
-    """Return how many entries it is from a token to the next, which is in the next batch where each has one."""
-    return x.stride(0 if x.shape[1] == 1 else 1)
+    return readable(x), weight.contiguous(), None if gate is None else readable(gate)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from fastweights.ops.gpu.common import exponential
 from fastweights.ops.gpu.memory.kernels.maps import load_raw, mapped, raw_gradient
 from fastweights.ops.gpu.memory.kernels.options import TileOptions
-from fastweights.ops.gpu.memory.kernels.tiles import dot, exponential, leading_digits, store_rows
+from fastweights.ops.gpu.memory.kernels.tiles import dot, leading_digits, store_rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,7 +165,7 @@ def empty_memory(way: str, q: Tensor, M: int, features: Features) -> Kept:
 
 def run(kernel: Any, grid: int, tensors: tuple[Any, ...], integers: tuple[int, ...], *constants: Any) -> None:
     """Launch a kernel. Its `constants`, options last, are bound once for each grid."""
-    from fastweights.ops.gpu.memory.launcher import Launch, dtypes_of, planned
+    from fastweights.ops.gpu.launcher import Launch, dtypes_of, planned
 
     device, warps = _first(tensors).device, WARPS[constants[-1].C]
     if device.type != "cuda":

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fastweights.ops.causality import Tokens
 from fastweights.ops.features import PLAIN, Features
+from fastweights.ops.gpu.launcher import Launch
 from fastweights.ops.gpu.memory.kernels.forward import scan_groups
 from fastweights.ops.gpu.memory.kernels.options import Options
-from fastweights.ops.gpu.memory.launcher import Launch
 from fastweights.ops.gpu.memory.plan import How, Plan, plan
 from fastweights.ops.gpu.memory.strides import addressable, addressable_tokens
 from fastweights.ops.gpu.memory.variants import Variant, group_length, power_of_two

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fastweights.ops.causality import Tokens
 from fastweights.ops.features import Features
+from fastweights.ops.gpu.launcher import Dtypes, Launch, Tensors, dtype_of, kind_of, planned, side_by_side
 from fastweights.ops.gpu.memory.buffers import Buffers
 from fastweights.ops.gpu.memory.kernels.backward import walk_backward
 from fastweights.ops.gpu.memory.kernels.chunk_gradients import chunk_gradients
 from fastweights.ops.gpu.memory.kernels.forward import prepare_chunks, walk_forward
 from fastweights.ops.gpu.memory.kernels.gradients import key_decay_gradients
 from fastweights.ops.gpu.memory.kernels.options import TYPES, Options, map_options
-from fastweights.ops.gpu.memory.launcher import Dtypes, Launch, Tensors, dtype_of, kind_of, planned, side_by_side
 from fastweights.ops.gpu.memory.strides import REACH, Strides, addressable, per_key
 from fastweights.ops.gpu.memory.tail import Tail
 from fastweights.ops.gpu.memory.variants import (

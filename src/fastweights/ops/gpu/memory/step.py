@@ -7,10 +7,10 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from fastweights.ops.features import Features
+from fastweights.ops.gpu.launcher import Launch, dtype_of, kind_of, planned
 from fastweights.ops.gpu.memory.buffers import Buffer
 from fastweights.ops.gpu.memory.kernels.one_token import take_step
 from fastweights.ops.gpu.memory.kernels.options import TYPES, Options, map_options
-from fastweights.ops.gpu.memory.launcher import Launch, dtype_of, kind_of, planned
 from fastweights.ops.gpu.memory.strides import Gates, common_strides, per_key
 
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastweights.ops.gpu.launcher import Launch
 from fastweights.ops.gpu.memory.buffers import Buffer
-from fastweights.ops.gpu.memory.launcher import Launch
 
 PROGRAMS, WARPS = 256, 4
 

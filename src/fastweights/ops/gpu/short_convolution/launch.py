@@ -42,7 +42,7 @@ def backward(grads: Tensors, tensors: Tensors, settings: Tensors) -> Tensors:
 
 
 def _plan(tensors: Tensors, settings: Tensors) -> Plan:
-    from fastweights.ops.gpu.memory.launcher import dtype_of, planned
+    from fastweights.ops.gpu.launcher import dtype_of, planned
 
     x, weight, bias, recent, _, bounds, starts = tensors
     packed = None if bounds is None else (bounds.dtype, bounds.numel())
@@ -55,7 +55,7 @@ class Plan:
     """How calls with these shapes, strides and dtypes are launched."""
 
     def __init__(self, tensors: Tensors, settings: Tensors) -> None:
-        from fastweights.ops.gpu.memory.launcher import Launch, dtype_of
+        from fastweights.ops.gpu.launcher import Launch, dtype_of
         from fastweights.ops.gpu.short_convolution.kernels import convolve
 
         x, weight, bias, recent, _, bounds, starts = tensors
@@ -109,7 +109,7 @@ class Plan:
 
     def backward(self, grads: Tensors, tensors: Tensors) -> Tensors:
         """Return the gradients of x, weight, bias and recent."""
-        from fastweights.ops.gpu.memory.launcher import planned
+        from fastweights.ops.gpu.launcher import planned
 
         x, weight, bias, recent, *_ = inputs = _prepared(tensors)
         dy = x.new_zeros(x.shape) if grads[0] is None else _readable(grads[0])
@@ -127,7 +127,7 @@ class Plan:
     def _back(self, strides: tuple[int, int], carried: bool) -> tuple[Any, Any, int]:
         """Return the two launches of the backward pass, and the number of tiles; `carried`: what is has a gradient."""
         from fastweights.ops.gpu.common import add_parts
-        from fastweights.ops.gpu.memory.launcher import Launch
+        from fastweights.ops.gpu.launcher import Launch
         from fastweights.ops.gpu.short_convolution.kernels import convolve_gradients
 
         dtype, weight, bias, recents, *_ = self.inputs

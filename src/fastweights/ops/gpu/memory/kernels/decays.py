@@ -9,7 +9,8 @@ product over it is 0 and one over anything else is what it would be without. Sig
 import triton
 import triton.language as tl
 
-from fastweights.ops.gpu.memory.kernels.tiles import dot, exponential, load_rows, product
+from fastweights.ops.gpu.common import exponential
+from fastweights.ops.gpu.memory.kernels.tiles import dot, load_rows, product
 
 # Far below the logarithm of any number; as many as a chunk has tokens can be summed exactly in float32.
 NOTHING: tl.constexpr = tl.constexpr(-16384.0)

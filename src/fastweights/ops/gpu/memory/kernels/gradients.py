@@ -8,6 +8,7 @@ What is needed both ways is formed both ways, or transposed after the last produ
 import triton
 import triton.language as tl
 
+from fastweights.ops.gpu.common import exponential
 from fastweights.ops.gpu.memory.kernels.decays import (
     LEAST,
     across,
@@ -21,7 +22,6 @@ from fastweights.ops.gpu.memory.kernels.maps import raw_gradient
 from fastweights.ops.gpu.memory.kernels.tiles import (
     chunk_in,
     dot,
-    exponential,
     load_gate,
     load_rows,
     store_columns,

@@ -10,19 +10,8 @@ transpose of another (see gradients.py). A tile may hold some features only, fro
 import triton
 import triton.language as tl
 
-from fastweights.ops.gpu.memory.kernels.tiles import dot, exponential, load_both, load_rows, load_transposed
-
-
-@triton.jit
-def rectified(x):
-    """max(0, x). Not a plain `tl.maximum`, which makes 0 of what is not a number."""
-    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def below(x):
-    """min(0, x), likewise."""
-    return tl.minimum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+from fastweights.ops.gpu.common import below, exponential, rectified
+from fastweights.ops.gpu.memory.kernels.tiles import dot, load_both, load_rows, load_transposed
 
 
 @triton.jit

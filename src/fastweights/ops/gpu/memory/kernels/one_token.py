@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fastweights.ops.gpu.common import exponential
 from fastweights.ops.gpu.memory.kernels.maps import quotient, vector_features
-from fastweights.ops.gpu.memory.kernels.tiles import exponential
 
 
 @triton.jit(do_not_specialize=["given"])

@@ -9,11 +9,7 @@ come in units of `o.unit` entries: the compiler can then load that many at once.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def exponential(x):
-    """e^x, 0 where it is less than the smallest normal number: `tl.exp` has five instructions to this one's two."""
-    return tl.exp2(x * 1.4426950408889634)
+from fastweights.ops.gpu.common import exponential
 
 
 @triton.jit
