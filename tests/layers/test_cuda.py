@@ -16,6 +16,7 @@ from fastweights.ops.fused.gated_norm import gated_rms_norm
 from fastweights.ops.fused.short_convolution import short_convolution
 from fastweights.ops.gpu import self_check
 from fastweights.ops.gpu.adaptive_softmax import self_check as adaptive
+from fastweights.ops.gpu.features import self_check as features
 from fastweights.ops.gpu.feedforward import self_check as feedforward
 from fastweights.ops.gpu.gated_norm import self_check as gated_norm
 from fastweights.ops.gpu.label_smoothing import self_check as smoothing
@@ -85,6 +86,18 @@ def test_gated_norm(dtype, opening, M):
     for tokens in (1, 3000):
         errors = gated_norm.compare(dtype, opening, CUDA, (2, tokens, 3, M))
         assert all(error < LIMITS[dtype] for error in errors.values()), (tokens, errors)
+
+
+@pytest.mark.parametrize("name", ["none", "silu", "elu"])
+@pytest.mark.parametrize("norm", ["l2", "sum"])
+@pytest.mark.parametrize(
+    ("dtype", "out"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (torch.float32, torch.float32)]
+)
+def test_features(dtype, out, norm, name):
+    phi = Features.named(name, sum=norm == "sum", l2=norm == "l2", scale=0.3)
+    for tokens, M in ((1, 128), (3000, 64), (50, 100)):
+        errors = features.compare(phi, dtype, out, CUDA, (2, tokens, 3, M))
+        assert all(error < LIMITS[dtype] for error in errors.values()), (tokens, M, errors)
 
 
 def test_a_captured_convolution_takes_other_bounds():

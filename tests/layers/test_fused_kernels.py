@@ -1,4 +1,4 @@
-"""Short convolution and gated norm on a GPU: in Triton's interpreter against float64, and compiled without a GPU."""
+"""Short convolution, gated norm and feature maps on a GPU: interpreted against float64, and compiled without a GPU."""
 
 from functools import partial
 from itertools import pairwise
@@ -7,8 +7,12 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
+from fastweights.ops.features import Features
+from fastweights.ops.fused.features import map_heads, plain_features
 from fastweights.ops.fused.gated_norm import gated_rms_norm
 from fastweights.ops.fused.short_convolution import short_convolution
+from fastweights.ops.gpu.features import launch as features
+from fastweights.ops.gpu.features import self_check as features_check
 from fastweights.ops.gpu.gated_norm import launch as norm
 from fastweights.ops.gpu.gated_norm import self_check as norm_check
 from fastweights.ops.gpu.heads import readable
@@ -51,6 +55,58 @@ def test_convolutions(kind, T):
 def test_norms(opening, shape):
     errors = norm_check.compare(WIDE, opening, CPU, shape)
     assert all(error < 1e-12 for error in errors.values()), errors
+
+
+FEATURES = {
+    "l2": Features.named("none", l2=True, scale=0.3),
+    "silu l2": Features.named("silu", l2=True, scale=0.3),
+    "silu": Features.named("silu"),
+    "elu sum": Features.named("elu", sum=True),
+    "relu sum": Features.named("relu", sum=True, scale=2.0),
+    "sum": Features.named("none", sum=True),
+}
+
+
+@inside
+@pytest.mark.parametrize("phi", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("shape", [(2, 5, 3, 7), (2, 1, 2, 16), (1, 30, 2, 100)], ids=str)
+def test_features(phi, shape):
+    errors = features_check.compare(phi, WIDE, WIDE, CPU, shape)
+    assert len(errors) == 4 and all(error < 1e-12 for error in errors.values()), errors
+
+
+@inside
+def test_features_as_they_are_called():
+    """For one of both, of more heads than keys have, in another dtype, with NaN where NaN came in, and derivatives."""
+    q, k, phi = draw(2, 3, 4, 5), draw(2, 6, 2, 5), FEATURES["silu l2"]
+    given, settings = (q, k, None), (phi, False, WIDE, False)
+    assert features_check.refuses(given, settings) is None
+    found, want = map_heads(q, k, phi, divided=False, dtype=WIDE), plain_features(*given, *settings)
+    assert relative_error([*found, *gradients(found, [q, k])], [*want, *gradients(want, [q, k])]) < 1e-13
+    assert torch.equal(map_heads(None, k, phi, divided=False, dtype=WIDE)[1], found[1])
+    narrow = map_heads(q.float(), None, phi, divided=False, dtype=WIDE)[0]
+    assert narrow.dtype == WIDE and relative_error([narrow], [found[0]]) < 1e-6
+    spoilt = q.detach().clone()
+    spoilt[1, 2, 3, 4] = float("nan")
+    depends = (map_heads(spoilt, None, phi, divided=False, dtype=WIDE)[0] != found[0]).any(-1)
+    assert depends.nonzero().tolist() == [[1, 2, 3]]
+    assert gradcheck(lambda q: map_heads(q, None, phi, divided=False, dtype=WIDE)[0], draw(1, 2, 1, 3), fast_mode=True)
+    zeros = torch.zeros(1, 1, 1, 4, dtype=WIDE, requires_grad=True)
+    nothing, _ = map_heads(zeros, None, FEATURES["relu sum"], divided=False, dtype=WIDE)
+    assert not nothing.any() and not torch.autograd.grad(nothing.sum(), zeros)[0].any()
+
+
+@inside
+@pytest.mark.parametrize(
+    ("phi", "by_head", "reason"),
+    [
+        (Features.named("dpfp", 2), False, "not with 'dpfp'"),
+        (Features.named("none", scale=0.5), False, "nothing to compute but a scale"),
+        (FEATURES["l2"], True, "head by head"),
+    ],
+)
+def test_features_that_go_to_plain_pytorch(phi, by_head, reason):
+    assert reason in features_check.refuses((torch.ones(1, 2, 3, 4), None, None), (phi, False, WIDE, by_head))
 
 
 @inside
@@ -146,12 +202,14 @@ def test_what_goes_to_plain_pytorch(wrong, reason):
 def test_compiles(monkeypatch, capability):
     """One launch forward, two back: a layer's call, and for Hopper one with everything that a call can have."""
     from fastweights.ops.gpu import common, launcher
+    from fastweights.ops.gpu.features import kernels as maps
     from fastweights.ops.gpu.gated_norm import kernels as norms
     from fastweights.ops.gpu.short_convolution import kernels as convolutions
 
     monkeypatch.setattr(launcher, "_planned", {})
     convolved = record(monkeypatch, convolutions, "convolve", "convolve_gradients")
     normalized = record(monkeypatch, norms, "normalize", "normalize_gradients")
+    mapped = record(monkeypatch, maps, "map_heads", "map_heads_gradients")
     added = record(monkeypatch, common, "add_parts")
 
     def tensor(*shape, dtype=torch.bfloat16):
@@ -168,5 +226,7 @@ def test_compiles(monkeypatch, capability):
     convolution.backward([x, ends], tensors, (True,))
     heads, settings = [tensor(8, 2048, 16, 128), tensor(128), tensor(8, 2048, 16, 128)], ("silu", 1e-5, 1.0)
     norm.backward(norm.forward(heads, settings), heads, settings)
-    for calls, count in ((convolved, 1), (normalized, 2), (added, 2)):
+    given, settings = [heads[0], heads[0], None], (FEATURES["silu l2"], False, torch.bfloat16, False)
+    features.backward(features.forward(given, settings), given, settings)
+    for calls, count in ((convolved, 1), (normalized, 2), (mapped, 4), (added, 2)):
         fits(calls, count, capability)

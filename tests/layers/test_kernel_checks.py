@@ -11,6 +11,7 @@ from fastweights.layers.feedforward import FeedForward
 from fastweights.ops.features import Features
 from fastweights.ops.gpu import device, self_check
 from fastweights.ops.gpu.adaptive_softmax import self_check as adaptive
+from fastweights.ops.gpu.features import self_check as features
 from fastweights.ops.gpu.feedforward import self_check as feedforward
 from fastweights.ops.gpu.gated_norm import self_check as gated_norm
 from fastweights.ops.gpu.label_smoothing import self_check as smoothing
@@ -26,6 +27,7 @@ CHECKS = {
     "feedforward": feedforward.check_of(128, 2048, 0.1),
     "smoothing": smoothing.check_of(torch.bfloat16),
     "convolution": convolution.check_of(convolution.Kind(torch.bfloat16, 4, True)),
+    "features": features.check_of(torch.bfloat16, torch.bfloat16, 128, "silu", "l2"),
     "gated norm": gated_norm.check_of(torch.bfloat16, 128, "silu"),
     "linear attention": linear.check_of(launch.Call(launch.WEIGHTS, torch.bfloat16, 64, 64, ELU, True, True, 32), 8),
 }

@@ -1,4 +1,4 @@
-"""Queries and keys through their feature map and normalisation: in plain PyTorch, and in one pass in C++ on the CPU."""
+"""Queries and keys through their feature map and normalisation: in PyTorch, in C++, and in GPU kernels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from fastweights.ops.cpu import features as cpu
 from fastweights.ops.features import Features, MapFeatures
 from fastweights.ops.fused.function import FusedFunction, Kernels
+from fastweights.ops.gpu.features import launch
+from fastweights.ops.gpu.features.self_check import refuses
 
 
 def map_heads(
@@ -63,4 +65,8 @@ def plain_features(
     return phi_q, phi_k
 
 
-_FUNCTION = FusedFunction(plain_features, Kernels(cpu.forward, cpu.backward, cpu.refuses))
+_FUNCTION = FusedFunction(
+    plain_features,
+    Kernels(launch.forward, launch.backward, refuses),
+    Kernels(cpu.forward, cpu.backward, cpu.refuses),
+)
