@@ -12,7 +12,7 @@ from fastweights.models.language_model import LanguageModel, LanguageModelConfig
 from fastweights.ops import chunked, family
 from fastweights.ops.backends import BACKENDS, EXECUTABLES
 from fastweights.ops.features import MAPS, Features
-from fastweights.ops.rules import RULES, Coefficients, outer
+from fastweights.ops.rules import DECAY, RULES, Coefficients, outer
 from fastweights.ops.spec import Backend, Refusal, mapping_first
 from tests.ops.calls import random_call
 
@@ -77,6 +77,25 @@ def test_a_gate_for_each_key_channel(clean):
     torch.testing.assert_close(state.W, W)
     with pytest.raises(ValueError, match=r"retention must have shape \(B, T, H, D\) = \(2, 6, 2, 4\), got"):
         fw.fast_weight_memory(call.q, call.k, call.v, rule="channel_decay", retention=strength, strength=strength)
+
+
+@pytest.mark.parametrize("T", [1, 37])
+def test_a_coefficient_that_is_one_minus_a_decay(clean, T):
+    """Where the decay comes as a logarithm, what is written is one minus the decay, not minus the logarithm."""
+
+    @fw.register_rule("mixing", "a test", (DECAY,), lambda decay: Coefficients(decay=decay, write=1 - decay))
+    def mixing(W, k, v, read, decay):
+        """Decay W + (1 - decay) v ⊗ k."""
+        return decay.unsqueeze(-1) * W + outer(k, (1 - decay) * v)
+
+    call = random_call("sum", B=2, T=T, H=2, D=4, M=3)
+    log_decay = torch.rand(2, T, 2, dtype=torch.float64).log()
+    wanted = fw.fast_weight_memory(call.q, call.k, call.v, rule="mixing", decay=log_decay.exp(), backend="reference")
+    for backend in ("reference", "chunked", "cpu"):
+        for gates in ({"decay": log_decay.exp()}, {"log_decay": log_decay}):
+            found = fw.fast_weight_memory(call.q, call.k, call.v, rule="mixing", backend=backend, **gates)
+            torch.testing.assert_close(found[0], wanted[0])
+            torch.testing.assert_close(found[1].W, wanted[1].W)
 
 
 @pytest.mark.parametrize("rule", ["scaled_sum", "channel_decay"])

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastweights.ops.normalization import safe_divide
-from fastweights.ops.rules import COMPUTED, Rule
+from fastweights.ops.rules import COMPUTED, Rule, Source
 from fastweights.ops.spec import Executable, Inputs, Spec
 
 Optional3 = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -157,28 +157,19 @@ def _outer(z: Tensor, c: Tensor) -> Tensor:
     return z.unsqueeze(-1) * c.squeeze(1).unsqueeze(-2)
 
 
-class _Logit:
-    """Stands for the sigmoid of `x` where a rule computes its coefficients from gates."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def __rsub__(self, other: int) -> "_Logit":
-        assert other == 1
-        return _Logit(-self.x)
-
-
 def coefficients_for(spec: Spec, logs: bool = False) -> Callable[[Inputs], Optional3]:
     """Return what gives a, e and w of calls of this spec, or their logits where the gates are logits.
 
     Where two are one gate they are one and the same tensor. With `logs`, a is its logarithm.
     """
     rule, logits, wide = spec.rule, spec.features.logits, spec.state_dtype
-    a, e, w, _ = rule.sources
+    sources = rule.sources[:3]
     ready = logits or all(dtype == wide for _, _, dtype, *_ in spec.gates)
-    computed = logs or spec.logarithms or spec.starts is not None or COMPUTED in (a, e, w)
+    computed = logs or spec.logarithms or spec.starts is not None
+    computed = computed or any(source is COMPUTED or source.complement for source in sources if source)
     if spec.eager and ready and not computed:
-        return lambda inputs: (inputs.gates.get(a), inputs.gates.get(e), inputs.gates.get(w))  # type: ignore[arg-type]
+        a, e, w = (source.gate if source else "" for source in sources)
+        return lambda inputs: (inputs.gates.get(a), inputs.gates.get(e), inputs.gates.get(w))
 
     def compute(inputs: Inputs) -> Optional3:
         a, e, w = coefficients_of(rule, inputs.gates, logits, wide, logs)
@@ -209,8 +200,8 @@ LOG_OF_ZERO = -2000.0
 def in_logarithms(spec: Spec) -> bool:
     """Return whether the decays of a call come as logarithms, and can go to a recurrence as such."""
     names, (a, e, w, _) = spec.rule.logarithms, spec.rule.sources
-    fading = [names[name] for name, *_ in spec.gates if name in names]
-    return fading == [a] and a not in (e, w)
+    fading = [Source(names[name]) for name, *_ in spec.gates if name in names]
+    return a is not None and fading == [a] and all(x is None or x.gate != a.gate for x in (e, w))
 
 
 def coefficients_of(
@@ -218,27 +209,24 @@ def coefficients_of(
 ) -> Optional3:
     """Return a, e and w of gates, which first become `wide` unless they are logits. With `logs`, a is its logarithm."""
     assert rule.coefficients is not None
-    names = rule.logarithms
-    if logs or any(name in names for name in gates):
-        gates = {name: x.to(wide) for name, x in gates.items()}
-        gates = {names.get(name, name): x for name, x in gates.items()} if logs else rule.gates_from(gates)
+    names, sources = rule.logarithms, rule.sources[:3]
     if logits:
-        coefficients = rule.coefficients(**{name: _Logit(gate) for name, gate in gates.items()})
-        a, e, w = (None if c is None else c.x for c in coefficients)  # type: ignore[attr-defined]
+        # What has the sigmoid 1 - sigmoid(x) is -x.
+        values = {x: -gates[x.gate] if x.complement else gates[x.gate] for x in sources if x is not None}
+        a, e, w = (None if x is None else values[x] for x in sources)
         return a, e, w
     # The gates are small next to q, k and v, and 1 - beta has no digits to lose.
-    return rule.coefficients(**{name: x if x.dtype is wide else x.to(wide) for name, x in gates.items()})
+    gates = {name: x if x.dtype is wide else x.to(wide) for name, x in gates.items()}
+    if logs and COMPUTED not in sources:
+        # The decay is nothing else.
+        return rule.coefficients(**{names.get(name, name): x for name, x in gates.items()})
+    a, e, w = rule.coefficients(**rule.gates_from(gates))
+    return next(gates[name] for name in names if name in gates) if logs else a, e, w
 
 
 def takes_logits(rule: Rule) -> bool:
     """Return whether the coefficients are gates, or 1 minus gates, so that their logits can stand for them."""
-    assert rule.coefficients is not None
-    logit = _Logit(torch.zeros(()))
-    try:
-        coefficients = rule.coefficients(**dict.fromkeys(rule.gate_names, logit))
-    except (TypeError, AttributeError, AssertionError):
-        return False
-    return all(c is None or isinstance(c, _Logit) for c in coefficients)
+    return COMPUTED not in rule.sources
 
 
 class RecurrenceForm(NamedTuple):

@@ -61,17 +61,42 @@ class Coefficients(NamedTuple):
     write: Tensor | None = None
 
 
-# The source of a coefficient that is no gate itself, such as 1 - beta.
-COMPUTED = "computed from gates"
+@dataclass(frozen=True)
+class Source:
+    """A gate that is a coefficient of a rule or, as `complement`, one minus it."""
+
+    gate: str
+    complement: bool = False
+
+    def __rsub__(self, other: object) -> "Source":
+        return Source(self.gate, not self.complement) if other == 1 else NotImplemented
+
+
+# The source of a coefficient that is anything else.
+COMPUTED = Source("computed from gates")
 
 
 class Sources(NamedTuple):
-    """Where a rule has its (a, e, w) from: the name of a gate, `COMPUTED`, or None for 1, 0 and 1."""
+    """Where a rule has its (a, e, w) from; None stands for 1, 0 and 1."""
 
-    decay: str | None
-    erase: str | None
-    write: str | None
+    decay: Source | None
+    erase: Source | None
+    write: Source | None
     tied: bool  # whether w is e
+
+    @classmethod
+    def of(cls, coefficients: Callable[..., Coefficients], gates: tuple[Gate, ...]) -> "Sources":
+        """Find out what a rule's coefficients are, by computing them from names, or else from numbers."""
+        names = [gate.name for gate in gates]
+        try:
+            found: Any = coefficients(**{name: Source(name) for name in names})
+            a, e, w = (x if x is None or isinstance(x, Source) else COMPUTED for x in found)
+        except (AttributeError, TypeError):
+            numbers = {name: torch.ones(()) for name in names}
+            found = coefficients(**numbers)
+            known = [(None, None), *((x, Source(name)) for name, x in numbers.items())]
+            a, e, w = (next((source for x, source in known if x is y), COMPUTED) for y in found)
+        return cls(a, e, w, tied=e is not None and found[1] is found[2])
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +111,11 @@ class Rule:
     coefficients: Callable[..., Coefficients] | None = None
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     chosen: tuple[tuple[str, str], ...] = ()
+    sources: Sources = field(init=False)
+
+    def __post_init__(self) -> None:
+        of = (self.coefficients, self.gates) if self.coefficients else (Coefficients, ())
+        object.__setattr__(self, "sources", Sources.of(*of))
 
     @property
     def gate_names(self) -> tuple[str, ...]:
@@ -107,16 +137,6 @@ class Rule:
         """Return the gates themselves, if some are given as logarithms."""
         logs = self.logarithms
         return {logs.get(name, name): x.exp() if name in logs else x for name, x in gates.items()}
-
-    @property
-    def sources(self) -> Sources:
-        """Which gates the coefficients of a rule of the family are."""
-        assert self.coefficients is not None
-        gates = {name: torch.ones(()) for name in self.gate_names}
-        coefficients = self.coefficients(**gates)
-        names = (next((name for name, gate in gates.items() if gate is x), COMPUTED) for x in coefficients)
-        a, e, w = (None if x is None else name for x, name in zip(coefficients, names, strict=True))
-        return Sources(a, e, w, tied=e is not None and coefficients.erase is coefficients.write)
 
     @property
     def only_adds(self) -> bool:

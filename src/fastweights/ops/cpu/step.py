@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from torch import Tensor
 from fastweights.ops.cpu.build import library
 from fastweights.ops.cpu.features import MAPS
 from fastweights.ops.cpu.views import KINDS, View
-from fastweights.ops.rules import Rule
+from fastweights.ops.family import coefficients_of
+from fastweights.ops.rules import COMPUTED
 from fastweights.ops.spec import Executable, Inputs, Spec
 
 # Tokens up to which this takes less time than a chunk.
@@ -42,16 +43,6 @@ class StepPlan(ctypes.Structure):
     )
 
 
-class _Source(NamedTuple):
-    """A gate that is a coefficient of a rule, or one minus it."""
-
-    name: str
-    complement: bool = False
-
-    def __rsub__(self, other: int) -> _Source:
-        return _Source(self.name, not self.complement) if other == 1 else NotImplemented
-
-
 def takes(spec: Spec) -> bool:
     """Return whether calls of a spec are for the step: short, eager, of a rule of the family, without gradients."""
     if not spec.eager or spec.gradients or spec.rule.coefficients is None:
@@ -65,38 +56,28 @@ def prepare(spec: Spec) -> Executable:
     if spec.features.map not in _MAPS:
         run = prepare(spec.mapped())
         return lambda inputs: run(inputs.mapped())
-    sources = _sources(spec.rule)
-    if sources is None:
+    given = {name for name, *_ in spec.gates}
+    sources = [source for source in spec.rule.sources[:3] if source is not None]
+    # The C++ knows no 1 - exp(x).
+    if any(source is COMPUTED or (source.complement and source.gate not in given) for source in sources):
         return _computed(spec)
-    return Step(spec, *_gates(spec, sources))
+    return Step(spec, *_gates(spec, given))
 
 
-def _sources(rule: Rule) -> tuple[_Source | None, ...] | None:
-    """Return which gates the coefficients of a rule are; None where they have to be computed from several."""
-    assert rule.coefficients is not None
-    try:
-        found: tuple[Any, ...] = tuple(rule.coefficients(**{name: _Source(name) for name in rule.gate_names}))
-    except TypeError:
-        return None
-    return found if all(x is None or isinstance(x, _Source) for x in found) else None
-
-
-def _gates(spec: Spec, sources: tuple[_Source | None, ...]) -> tuple[list[str | None], list[int]]:
+def _gates(spec: Spec, given: set[str]) -> tuple[list[str | None], list[int]]:
     """Return the names under which a, e and w are given, and in which form."""
     logs = {gate: name for name, gate in spec.rule.logarithms.items()}
-    given = {name for name, *_ in spec.gates}
     names: list[str | None] = []
     forms = []
-    for source in sources:
+    for source in spec.rule.sources[:3]:
         if source is None:
             names.append(None)
             forms.append(_ABSENT)
-            continue
-        if source.name in given:
-            names.append(source.name)
+        elif source.gate in given:
+            names.append(source.gate)
             forms.append((_LOGIT if spec.features.logits else _PLAIN) + source.complement)
         else:
-            names.append(logs[source.name])
+            names.append(logs[source.gate])
             forms.append(_LOGARITHM)
     return names, forms
 
@@ -104,17 +85,14 @@ def _gates(spec: Spec, sources: tuple[_Source | None, ...]) -> tuple[list[str | 
 def _computed(spec: Spec) -> Executable:
     """Return what computes the coefficients of a rule from its gates first."""
     rule, wide, features = spec.rule, spec.state_dtype, spec.features._replace(logits=False)
-    assert rule.coefficients is not None
-    found = rule.coefficients(**{name: torch.ones(()) for name in rule.gate_names})
-    names = [None if x is None else name for name, x in zip("aew", found, strict=True)]
-    step = Step(spec._replace(features=features, stride=()), names, [_ABSENT if x is None else _PLAIN for x in names])
+    names = [None if source is None else name for name, source in zip("aew", rule.sources, strict=False)]
+    forms = [_ABSENT if name is None else _PLAIN for name in names]
+    step = Step(spec._replace(features=features, stride=()), names, forms)
 
     def run(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         logs = rule.logarithms
         opened = {name: x if name in logs else inputs.features.gate(x) for name, x in inputs.gates.items()}
-        gates = rule.gates_from({name: x.to(wide) for name, x in opened.items()})
-        assert rule.coefficients is not None
-        a, e, w = rule.coefficients(**gates)
+        a, e, w = coefficients_of(rule, opened, False, wide)
         return step.run(inputs, {"a": a, "e": e, "w": w})
 
     return run
