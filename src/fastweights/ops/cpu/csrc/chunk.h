@@ -78,7 +78,7 @@ class Chunk {
       load(c);
       expect(c, c + 1);
       if (call.before) store_state(call.before, job.first + c);
-      relate(decay && call.log ? exponent : nullptr);
+      relate(true);
       for (int64_t j = 0; j < M; j += kBlock) dispatch(j, [&](auto erases, auto vectors) { pass<erases, vectors>(j); });
       store_rows(call.y, job.batch, time, n, job.head, job.column, M, rows.y, Mp);
       check(M, rows.y, Mp);
@@ -247,9 +247,9 @@ class Chunk {
     for (int i = 0; i < Simd<R>::lanes; ++i) finite &= outside[i] == 0;
   }
 
-  // The factors of all quads; `exponent` as in Fading.
-  void relate(const R* exponent) {
-    const Fading<R> fading{a, exponent, total, start, lasts};
+  // The factors of all quads; the state may wait until it fades, as in Fading, if it is only to be read.
+  void relate(bool waits) {
+    const Fading<R> fading{a, waits && decay && call.log ? exponent : nullptr, total, start, lasts, waits};
     for (int64_t i = 0; i < quads(); ++i) {
       const bool final = i + 1 == quads();
       per_key ? quad(i).template relate<true>(rows, i * kQuad, fading, e, w, final)
@@ -262,8 +262,10 @@ class Chunk {
   void pass(int64_t j) {
     for (int64_t i = 0; i < quads(); ++i) {
       ahead.ask(2 * kQuad);
-      R* state = W + j * Dp;
-      quad(i).template pass<Erases, Vectors, false>(rows, i * kQuad, j, lasts + i * width, per_key, state, state, kBlock);
+      R *state = W + j * Dp, *last = lasts + i * width;
+      const bool fades = per_key || *last != R(1);
+      fades ? quad(i).template pass<Erases, Vectors, false, true>(rows, i * kQuad, j, last, per_key, state, state, kBlock)
+            : quad(i).template pass<Erases, Vectors, false, false>(rows, i * kQuad, j, last, 0, state, state, kBlock);
     }
   }
 
@@ -284,7 +286,7 @@ class Chunk {
   }
 
   void go_back_by_quads(int64_t c, bool gradients) {
-    relate(nullptr);
+    relate(false);
     if (gradients) {
       for (R* x : {rows.dq, rows.dk, rows.dread}) std::fill_n(x, quads() * kQuad * Dp, R(0));
       std::fill_n(dlasts, quads() * Dp, R(0));
@@ -311,7 +313,7 @@ class Chunk {
     const int64_t block = Dp * kBlock, columns = std::min(kBlock, M - j);
     for (int64_t i = 0; i < quads(); ++i) {
       R *from = states + i * block, *to = i + 1 < quads() ? from + block : nullptr;
-      quad(i).template pass<Erases, Vectors, true>(rows, i * kQuad, j, lasts + i * width, per_key, from, to, kBlock);
+      quad(i).template pass<Erases, Vectors, true, true>(rows, i * kQuad, j, lasts + i * width, per_key, from, to, kBlock);
     }
     for (int64_t i = quads() - 1; i >= 0; --i) {
       ahead.ask(2 * kQuad);

@@ -33,16 +33,21 @@ struct QuadRows {
   R *dq, *dk, *dread;
 };
 
-// How the state fades in a chunk: `a` has the decays of its tokens, rows with PerKey, and `last` takes one γ_4 for each
-// four of them. Logarithms near 0 have more digits than decays near 1: products of rounded decays drift from the
-// exponential of their sum, and so does a state that is rounded every four tokens. Where the sum of a chunk's
-// logarithms, `exponent`, is small, the state is therefore kept as it was before it faded, and fades at the end of the
-// chunk, by `total`, the exponential. Until then `start` is by how much it has to be faded where it is read. `exponent`
-// may be null: then the state fades every four tokens.
+// How the state fades in a chunk: `a` has the decays of its tokens, rows with PerKey, and `last` takes for each four of
+// them by how much the pass over the state multiplies it. That need not be γ_4: where it `waits`, the state is kept as it
+// was before it faded, which saves that product, and fades at the end of the chunk. Until then `start` is by how much it
+// has to be faded where it is read. One decay for all rows waits as long as what is written in the meantime, divided by
+// `start`, has room.
+//
+// Logarithms near 0 have more digits than decays near 1: products of rounded decays drift from the exponential of their
+// sum, and so does a state that is rounded every four tokens. Where the sum of a chunk's logarithms, `exponent`, is
+// small, the state therefore waits, with decays per key, too, and fades by `total`, the exponential. `exponent` may be
+// null.
 template <class R>
 struct Fading {
   const R *a, *exponent, *total;
   R *start, *last;
+  bool waits;
 };
 
 // The factors in the equations above, for tokens `first` to `first + 4` of a chunk.
@@ -92,7 +97,7 @@ class Quad {
     sum_up(sums, products_, keys_);
     R fade = 1, start = 1, rest = 1;
     const bool little = !PerKey && fading.exponent && fades_little(*fading.exponent);
-    if (little && first) start = *fading.start;
+    if (!PerKey && fading.waits && first) start = *fading.start;
 #pragma GCC unroll 4
     for (int t = 0; t < kQuad; ++t) {
       const R decay = PerKey ? R(1) : fading.a[first + t];
@@ -109,18 +114,21 @@ class Quad {
         if (s < t) system_[t][s] = erased_[t] * reach_[t][s] * keys_[t][s];
       }
     }
-    if (little) {
-      *fading.start = fade_[kQuad - 1];
-      if (!final) rest = 1 / *fading.start;
+    if (!PerKey) {
+      const R faded = fade_[kQuad - 1];
+      const bool waits = fading.waits && !final && (little || has_room(faded));
+      *fading.start = waits ? faded : R(1);
+      *last = waits ? R(1) : little && final ? *fading.total : faded;
+      if (waits) rest = 1 / faded;
     }
 #pragma GCC unroll 4
     for (int t = 0; t < kQuad; ++t) kept_[t] = rest * reach_[kQuad - 1][t];
-    if (!PerKey) *last = !little ? fade : final ? *fading.total : R(1);
   }
 
   // For `Vectors` vectors of columns from `column` on: y of the four tokens or, with `Again`, what they write, u; and
-  // the state after them from W, unless `after` is null. Row d of W fades by last[d * step]; rows are `row` apart.
-  template <bool Erases, int Vectors, bool Again>
+  // the state after them from W, unless `after` is null. Row d of W is multiplied by last[d * step], all of which are 1
+  // without `Fades`; rows are `row` apart.
+  template <bool Erases, int Vectors, bool Again, bool Fades>
   [[gnu::noinline]] void pass(const QuadRows<R>& rows, int64_t first, int64_t column, const R* last, int64_t step,
                               const R* W, R* after, int64_t row) const {
     const int64_t D = rows.D, Dp = rows.Dp, Mp = rows.Mp;
@@ -173,7 +181,7 @@ class Quad {
     for (int64_t d = 0; d < D; ++d, ++k, last += step, W += row, after += row) {
       V state[Vectors];
 #pragma GCC unroll 2
-      for (int j = 0; j < Vectors; ++j) state[j] = scaled(*last, vector(W + j * L));
+      for (int j = 0; j < Vectors; ++j) state[j] = Fades ? scaled(*last, vector(W + j * L)) : vector(W + j * L);
 #pragma GCC unroll 4
       for (int t = 0; t < kQuad; ++t) {
 #pragma GCC unroll 2
@@ -289,6 +297,12 @@ class Quad {
   template <class X>
   static auto fades_little(const X& exponent) {
     return (exponent > R(-0.5)) & (exponent < R(0.5));
+  }
+
+  // Whether what is divided by x is far from overflowing.
+  static bool has_room(R x) {
+    const R size = x < 0 ? -x : x;
+    return size > R(1e-9) && size < R(1e9);
   }
 
   static void add(V& x, R factor, const V& y) {
