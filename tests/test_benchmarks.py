@@ -31,6 +31,7 @@ def test_memory_writes_what_it_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "SHAPES", [(1, 8, 1, 4)])
     monkeypatch.setattr(memory, "GEMM_SIDES", (16,))
     monkeypatch.setattr(memory, "TURN_S", 0.0)
+    monkeypatch.setattr(memory, "SLEEPY_S", 0.0)
     gemm, *rows = record_of(tmp_path, "memory")["rows"]
     assert set(gemm["flops_per_s"]) == {"float32", "bfloat16"}
     assert [row["rival"] for row in rows] == list(memory_rivals.RIVALS)
