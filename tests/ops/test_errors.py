@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fastweights as fw
+from fastweights.ops.features import Features
 from fastweights.ops.memory import _bounds_hold
 
 q = k = torch.rand(2, 5, 3, 4)
@@ -64,6 +65,11 @@ CASES = {
     "packed batch": ({"cu_seqlens": bounds}, ValueError, "packed along T with B = 1"),
     "float bounds": ({"cu_seqlens": bounds.float()}, TypeError, "int32 or int64"),
     "mask's dtype": ({"mask": torch.ones(2, 5)}, TypeError, "mask must be a bool tensor"),
+    "nu's size": (
+        {"features": Features.named("dpfp", nu=8)},
+        ValueError,
+        r"nu must be at most 2 d - 1 = 7 for heads of d = 4, got 8",
+    ),
     "mask's shape": ({"mask": torch.ones(5, 2) > 0}, ValueError, r"mask must have shape \(B, T\) = \(2, 5\), got"),
 }
 

@@ -102,7 +102,9 @@ class Features(NamedTuple):
         return self.map != "none"
 
     def size(self, d: int) -> int:
-        """Return D, the size of phi of a head of size d."""
+        """Return D, the size of phi of a head of size d; refuse a `nu` for which products of entries would repeat."""
+        if self.nu >= 2 * d:
+            raise ValueError(f"nu must be at most 2 d - 1 = {2 * d - 1} for heads of d = {d}, got {self.nu}")
         return 2 * self.m or 2 * d * self.nu or d
 
     def describe(self, d: int) -> str:
