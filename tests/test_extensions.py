@@ -98,6 +98,41 @@ def test_a_coefficient_that_is_one_minus_a_decay(clean, T):
             torch.testing.assert_close(found[1].W, wanted[1].W)
 
 
+def test_a_decay_that_is_computed_from_gates_per_head_and_per_key(clean):
+    gates = (DECAY, fw.Gate("pace", idle=1.0, fades=True))
+
+    @fw.register_rule("two_decays", "a test", gates, lambda decay, pace: Coefficients(decay=decay * pace))
+    def two_decays(W, k, v, read, decay, pace):
+        """Decay pace W + v ⊗ k."""
+        return (decay * pace).unsqueeze(-1) * W + outer(k, v)
+
+    call = random_call("sum", B=2, T=9, H=3, D=4, M=2)
+    per_key, per_head = torch.rand(2, 9, 3, 4, dtype=torch.float64), torch.rand(2, 9, 3, dtype=torch.float64)
+    decay = per_key * per_head.unsqueeze(-1)
+    wanted, _ = fw.fast_weight_memory(call.q, call.k, call.v, rule="decay", decay=decay, backend="reference")
+    for backend in ("reference", "chunked", "cpu"):
+        for given in ({"decay": per_key, "pace": per_head}, {"log_decay": per_head.log(), "pace": per_key}):
+            y, _ = fw.fast_weight_memory(call.q, call.k, call.v, rule="two_decays", backend=backend, **given)
+            torch.testing.assert_close(y, wanted)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "cpu"])
+def test_what_is_erased_or_written_is_one_number_a_head(clean, backend):
+    shared = fw.Gate("per_channel", idle=0.0, per="key")
+    with pytest.raises(ValueError, match="rule 'rows' erases or writes by per_channel, a gate per key channel"):
+        fw.register_rule("rows", "a test", (shared,), lambda per_channel: Coefficients(write=per_channel))(outer)
+
+    @fw.register_rule("mixing", "a test", (DECAY,), lambda decay: Coefficients(decay=decay, write=1 - decay))
+    def mixing(W, k, v, read, decay):
+        """Decay W + (1 - decay) v ⊗ k."""
+        return decay.unsqueeze(-1) * W + outer(k, (1 - decay) * v)
+
+    # As many values as key channels: sizes fit that should not.
+    call = random_call("decay per key", B=2, T=5, H=2, D=4, M=4)
+    with pytest.raises(ValueError, match=r"decay must have .* = \(2, 5, 2\), as rule 'mixing' also erases or writes"):
+        fw.fast_weight_memory(call.q, call.k, call.v, rule="mixing", backend=backend, **call.gates)
+
+
 @pytest.mark.parametrize("rule", ["scaled_sum", "channel_decay"])
 def test_layers_and_models_make_the_gates_of_a_new_rule(clean, rule):
     register_rules()

@@ -220,8 +220,17 @@ def coefficients_of(
     if logs and COMPUTED not in sources:
         # The decay is nothing else.
         return rule.coefficients(**{names.get(name, name): x for name, x in gates.items()})
-    a, e, w = rule.coefficients(**rule.gates_from(gates))
+    a, e, w = _computed(rule.coefficients, rule.gates_from(gates))
     return next(gates[name] for name in names if name in gates) if logs else a, e, w
+
+
+def _computed(coefficients: Callable[..., Optional3], gates: dict[str, Tensor]) -> Optional3:
+    """Return the coefficients (B, T, H) of gates (B, T, H), where some of both may be (B, T, H, D)."""
+    if all(x.dim() == 3 for x in gates.values()):
+        return coefficients(**gates)
+    found = coefficients(**{name: x if x.dim() == 4 else x.unsqueeze(-1) for name, x in gates.items()})
+    a, e, w = (x if x is None or x.shape[-1] > 1 else x.squeeze(-1) for x in found)
+    return a, e, w
 
 
 def takes_logits(rule: Rule) -> bool:

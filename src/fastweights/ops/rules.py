@@ -13,7 +13,7 @@ the coefficients (a, e, w) from which every fast backend computes it. To add a r
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
@@ -35,8 +35,8 @@ class Gate:
         idle: the value at which the gate leaves the memory as it is; padding gets it.
         per: "head" for one number a head, (B, T, H), or "key" for one a key channel, (B, T, H, D).
         bias: where the logits start in a layer, from the first head to the last; None for no bias.
-        fades: whether it multiplies the memory. Such a gate may be given per head or per key channel, and instead of
-            it its natural logarithm under the name `log_NAME`.
+        fades: whether it multiplies the memory. Such a gate may be given per head or, unless the rule also erases or
+            writes by it, per key channel, and instead of it its natural logarithm under the name `log_NAME`.
     """
 
     name: str
@@ -54,7 +54,7 @@ FEEDBACK = Gate("feedback", idle=1.0, bias=(1.0, 1.0))
 
 
 class Coefficients(NamedTuple):
-    """Per-step (a, e, w) of the family; None stands for a = 1, e = 0, w = 1. `decay` may be one per key channel."""
+    """Per-step (a, e, w) of the family; None stands for a = 1, e = 0, w = 1. `decay` alone may be per key channel."""
 
     decay: Tensor | None = None
     erase: Tensor | None = None
@@ -99,6 +99,14 @@ class Sources(NamedTuple):
         return cls(a, e, w, tied=e is not None and found[1] is found[2])
 
 
+def _in_erase_or_write(coefficients: Callable[..., Coefficients], gates: tuple[Gate, ...]) -> Iterator[str]:
+    """Yield the gates that e or w depend on: where such a gate has two channels, so have they."""
+    for gate in gates:
+        numbers = {x.name: torch.ones(2 if x is gate else 1, device="cpu") for x in gates}
+        if any(x is not None and x.numel() > 1 for x in coefficients(**numbers)[1:]):
+            yield gate.name
+
+
 @dataclass(frozen=True, eq=False)
 class Rule:
     """One update rule; there is one object for each name and choice of options, also after pickling."""
@@ -112,10 +120,18 @@ class Rule:
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     chosen: tuple[tuple[str, str], ...] = ()
     sources: Sources = field(init=False)
+    heads_only: frozenset[str] = field(init=False)  # the gates that e or w depend on
 
     def __post_init__(self) -> None:
         of = (self.coefficients, self.gates) if self.coefficients else (Coefficients, ())
         object.__setattr__(self, "sources", Sources.of(*of))
+        object.__setattr__(self, "heads_only", frozenset(_in_erase_or_write(*of)))
+        for gate in self.gates:
+            if gate.per == "key" and gate.name in self.heads_only:
+                raise ValueError(
+                    f"rule {self.name!r} erases or writes by {gate.name}, a gate per key channel; only a decay can be "
+                    'that: make the gate one with per="head", or multiply keys by it before the call'
+                )
 
     @property
     def gate_names(self) -> tuple[str, ...]:
