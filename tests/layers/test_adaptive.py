@@ -161,6 +161,11 @@ def test_predict_and_sample():
     p = layer.log_prob(hidden).exp().detach()
     assert torch.equal(layer.predict(hidden), p.argmax(-1))
     assert (layer.predict(hidden) >= CUTOFFS[0]).any()
+    # Where no row prefers a cluster, or there is none.
+    in_head = p.argmax(-1) < CUTOFFS[0]
+    assert torch.equal(layer.predict(hidden[in_head][:1]), p[in_head][:1].argmax(-1))
+    plain = AdaptiveSoftmax(V, D)
+    assert torch.equal(plain.predict(hidden.float()), plain.log_prob(hidden.float()).argmax(-1))
     draws = layer.sample(hidden[0, 0].expand(20_000, D), torch.Generator().manual_seed(1))
     frequency = torch.bincount(draws, minlength=V) / 20_000
     assert ((frequency - p[0, 0]).abs() < 5 * (p[0, 0] / 20_000).sqrt() + 1e-4).all()

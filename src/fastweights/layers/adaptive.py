@@ -113,7 +113,9 @@ class AdaptiveSoftmax(nn.Module):
         # A word of the head that beats every cluster beats all their words.
         words = self._head(flat).argmax(-1)
         open_rows = (words >= self._bounds[1]).nonzero().squeeze(1)
-        for rows in open_rows.split(max(1, self.tile_bytes // (4 * self.vocab_size))):
+        # Of nothing, `split` makes one part without rows.
+        parts = open_rows.split(max(1, self.tile_bytes // (4 * self.vocab_size))) if len(open_rows) else ()
+        for rows in parts:
             words[rows] = self.log_prob(flat[rows]).argmax(-1)
         return words.view(hidden.shape[:-1])
 
