@@ -11,7 +11,7 @@ from fastweights.feature_maps import FEATURE_MAPS
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig
 from fastweights.ops import chunked, family
 from fastweights.ops.backends import BACKENDS, EXECUTABLES
-from fastweights.ops.features import MAPS, Features
+from fastweights.ops.features import MAPS, Features, MapFeatures
 from fastweights.ops.rules import DECAY, RULES, Coefficients, outer
 from fastweights.ops.spec import Backend, Refusal, mapping_first
 from tests.ops.calls import random_call
@@ -174,6 +174,20 @@ def test_a_feature_map(clean):
     q, k, v = torch.randn(3, 2, 5, 2, 4, dtype=torch.float64)
     y, _ = fw.fast_weight_memory(q, k, v, rule="sum", features=Features.named("square"))
     torch.testing.assert_close(y, fw.fast_weight_memory(q.square(), k.square(), v, rule="sum")[0])
+
+
+def test_a_map_made_of_another_is_not_taken_for_that(clean):
+    @fw.register_feature_map("squared_elu")
+    class SquaredELU(type(fw.feature_map("elu", 4))):
+        """(ELU(x) + 1)²; dim = d_key."""
+
+        def map(self, x):
+            return super().map(x).square()
+
+    q, k, v = torch.randn(3, 1, 3, 2, 4)
+    found = fw.linear_attention(q, k, v, features=MapFeatures(fw.feature_map("squared_elu", 4)))
+    q, k = (fw.feature_map("elu", 4)(x).square() for x in (q, k))
+    torch.testing.assert_close(found, fw.linear_attention(q, k, v))
 
 
 def test_a_backend(clean):

@@ -26,6 +26,12 @@ class FeatureMap(nn.Module):
 
     kernel: ClassVar[str | None] = None
 
+    def __init_subclass__(cls, **options: object) -> None:
+        """Forget the name under which kernels know a base whose map a class replaces."""
+        super().__init_subclass__(**options)
+        if {"map", "scaled"} & vars(cls).keys() and "kernel" not in vars(cls):
+            cls.kernel = None
+
     def __init__(self, d_key: int) -> None:
         super().__init__()
         at_least_one(d_key=d_key)
