@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fastweights.layers import feedforward
 from fastweights.layers.feedforward import FeedForward
 from fastweights.ops.gpu import device
 from fastweights.ops.gpu.feedforward import launch
@@ -54,6 +55,25 @@ def test_a_bias_with_any_stride():
     x, w1, bias, w2 = torch.randn(2, 3), torch.randn(5, 3), torch.randn(10)[::2], torch.randn(3, 5)
     y, _ = launch.forward(x, w1, bias, w2, new_seed(CPU), 0.0)
     torch.testing.assert_close(y, (x @ w1.mT + bias).relu() @ w2.mT)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_layers_that_were_replaced_or_are_watched(monkeypatch, number):
+    monkeypatch.setattr(feedforward, "refuses", lambda *_: None)
+    monkeypatch.setattr(feedforward, "fused_feedforward", None)
+    layer, x = FeedForward(6, 10).eval(), torch.randn(2, 5, 6)
+    seen = []
+    with layer[number].register_forward_hook(lambda *_: seen.append(number)):
+        layer(x)
+        layer.backend = "fused"
+        with pytest.raises(ValueError, match="is 'fused', but one of its layers has hooks"):
+            layer(x)
+    layer[number] = torch.nn.Sequential(layer[number], torch.nn.Tanh())
+    with pytest.raises(ValueError, match="is 'fused', but one of its layers was replaced"):
+        layer(x)
+    layer.backend = "auto"
+    torch.testing.assert_close(layer(x), torch.nn.Sequential(*layer)(x))
+    assert seen == [number]
 
 
 @inside

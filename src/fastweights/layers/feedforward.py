@@ -46,17 +46,29 @@ class FeedForward(nn.Sequential):
         """Apply the layers in turn, or the kernels in their place."""
         check_dtype(x, self[0])
         narrow, p = in_autocast_dtype(x), self.inner_dropout if self.training else 0.0
-        if not takes_kernels(self, narrow, lambda: refuses(narrow, self.d_ff, p)):
-            first, relu, *rest = self
-            if type(first) is not Linear or type(relu) is not nn.ReLU:
-                return super().forward(x)
-            x = linear(x, first.weight, first.bias, relu=True)
-            for layer in rest:
-                x = layer(x)
-            return x
+        changed = self._changed()
         wide: Any = self[0]
-        second: Any = self[3]
-        dtype = narrow.dtype
-        weights = (wide.weight.to(dtype), wide.bias, second.weight.to(dtype))
-        y = fused_feedforward(narrow.reshape(-1, narrow.shape[-1]), *weights, p)
-        return self[4](y.view(x.shape) + second.bias.to(dtype))
+        if takes_kernels(self, narrow, lambda: changed or refuses(narrow, self.d_ff, p)):
+            second: Any = self[3]
+            dtype = narrow.dtype
+            weights = (wide.weight.to(dtype), wide.bias, second.weight.to(dtype))
+            y = fused_feedforward(narrow.reshape(-1, narrow.shape[-1]), *weights, p)
+            return self[4](y.view(x.shape) + second.bias.to(dtype))
+        if changed:
+            return super().forward(x)
+        x = linear(x, wide.weight, wide.bias, relu=True)
+        for layer in list(self)[2:]:
+            x = layer(x)
+        return x
+
+    def _changed(self) -> str | None:
+        """Say why the layers have to be called one by one; None where one function may stand for several."""
+        if [type(layer) for layer in self] != _LAYERS:
+            return "one of its layers was replaced"
+        for layer in self:
+            if layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks:
+                return "one of its layers has hooks"
+        return None
+
+
+_LAYERS = [Linear, nn.ReLU, nn.Dropout, Linear, nn.Dropout]
