@@ -118,8 +118,8 @@ def test_sources_of_another_length_are_another_recording(captures):
     assert len(captures) >= 3
 
 
-def captured_stream(model):
-    stream = Stream(model)
+def captured_stream(model, **options):
+    stream = Stream(model, **options)
     # What only a GPU is allowed.
     stream._graph = True
     return stream
@@ -139,6 +139,19 @@ def test_a_captured_stream_reads_as_an_eager_one(captures, name):
     ahead = [stream.feed([t]) for t in tokens[20:]]
     for token, expected in zip(tokens[20:], ahead, strict=True):
         torch.testing.assert_close(other.feed([token]), expected)
+
+
+def test_a_snapshot_in_fewer_bits_stays_as_it_was(captures):
+    model, tokens = random_model(normalization="both", short_conv=3), text().tolist()
+    stream = captured_stream(model, state_format="int8")
+    for token in tokens[:5]:
+        stream.feed([token])
+    snapshot = stream.snapshot()
+    ahead = [stream.feed([t]) for t in tokens[5:8]]
+    assert snapshot.position == 5
+    stream.roll_back(snapshot)
+    for token, expected in zip(tokens[5:8], ahead, strict=True):
+        assert torch.equal(stream.feed([token]), expected)
 
 
 def test_what_cannot_be_captured_is_said():

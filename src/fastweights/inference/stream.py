@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from fastweights.common.tree import map_tensors
 from fastweights.data.tokenizer import Tokenizer
 from fastweights.inference.capture import CapturedStep
 from fastweights.inference.compression import CompressedState, Compression
@@ -198,11 +199,10 @@ class Stream:
 
     def snapshot(self) -> Snapshot:
         """Return what the stream has of its past, to be rolled back to or to start other streams from."""
-        state = self._past.state
-        if self._captured is None or not isinstance(state, LanguageModelState):
+        if self._captured is None:
             return self._past
-        # The next step of a CUDA graph is written to the same memory.
-        return Snapshot(state.clone(), self._past.hidden)
+        # The next step of a CUDA graph is written to the same memory, also what is kept in no fewer bits.
+        return Snapshot(map_tensors(torch.clone, self._past.state), self._past.hidden)
 
     @property
     def snapshots(self) -> tuple[int, ...]:
