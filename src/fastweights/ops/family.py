@@ -199,9 +199,9 @@ LOG_OF_ZERO = -2000.0
 
 def in_logarithms(spec: Spec) -> bool:
     """Return whether the decays of a call come as logarithms, and can go to a recurrence as such."""
-    names, (a, e, w, _) = spec.rule.logarithms, spec.rule.sources
-    fading = [Source(names[name]) for name, *_ in spec.gates if name in names]
-    return a is not None and fading == [a] and all(x is None or x.gate != a.gate for x in (e, w))
+    rule, names = spec.rule, spec.rule.logarithms
+    fading = [names[name] for name, *_ in spec.gates if name in names]
+    return len(fading) == 1 and rule.sources.decay == Source(fading[0]) and fading[0] not in rule.heads_only
 
 
 def coefficients_of(
@@ -217,11 +217,9 @@ def coefficients_of(
         return a, e, w
     # The gates are small next to q, k and v, and 1 - beta has no digits to lose.
     gates = {name: x if x.dtype is wide else x.to(wide) for name, x in gates.items()}
-    if logs and COMPUTED not in sources:
-        # The decay is nothing else.
-        return rule.coefficients(**{names.get(name, name): x for name, x in gates.items()})
-    a, e, w = _computed(rule.coefficients, rule.gates_from(gates))
-    return next(gates[name] for name in names if name in gates) if logs else a, e, w
+    # A logarithm may stand for a decay on which nothing else depends.
+    gates = {names.get(name, name): x for name, x in gates.items()} if logs else rule.gates_from(gates)
+    return _computed(rule.coefficients, gates)
 
 
 def _computed(coefficients: Callable[..., Optional3], gates: dict[str, Tensor]) -> Optional3:
