@@ -220,8 +220,9 @@ def _check_gates(inputs: Inputs) -> None:
             raise TypeError(f"{name} must be a tensor of shape {tuple(shape)}, got {type(x).__name__}")
         per_key = gate.fades and gate.name not in rule.heads_only
         if x.shape != shape and not (per_key and x.shape == (*heads, D)):
-            more = f", as rule {rule.name!r} also erases or writes by it" if gate.fades else ""
-            more = f" or (B, T, H, D) = {(*heads, D)}" if per_key else more
+            more = f" or (B, T, H, D) = {(*heads, D)}" if per_key else ""
+            if gate.fades and not per_key and x.dim() == 4:
+                more = f", as rule {rule.name!r} also erases or writes by it"
             raise ValueError(f"{name} must have shape {axes} = {tuple(shape)}{more}, got {tuple(x.shape)}")
         if x.dtype not in (q.dtype, torch.promote_types(q.dtype, torch.float32)):
             raise TypeError(f"{name} has dtype {x.dtype} beside q of {q.dtype}; cast it to {q.dtype}")

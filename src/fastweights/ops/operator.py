@@ -163,7 +163,8 @@ class Operator:
                 x = x.unsqueeze(axis).expand(*x.shape[:axis], count, *x.shape[axis:])
             else:
                 x = x.narrow(dim, first, count).movedim(dim, axis)
-            return x.flatten(axis, axis + 1)
+            # Of one head, that may be a view of the same numbers n times. What is kept is read as a block of memory.
+            return x.flatten(axis, axis + 1).contiguous()
 
         parts = []
         for first in range(0, n, at_once):
