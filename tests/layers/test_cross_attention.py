@@ -133,4 +133,6 @@ def test_a_memory_of_the_other_kind_is_refused():
         make("softmax")(x, make("elu").train().remember(x))
     with pytest.raises(TypeError, match="got KeyValueState"):
         make("elu")(x, make("softmax").remember(x))
+    with pytest.raises(TypeError, match="memory must be what `remember` returns, got Tensor"):
+        make("elu")(x, x)
     assert isinstance(make("elu").remember(x), FastWeightState)

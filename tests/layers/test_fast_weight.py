@@ -146,6 +146,8 @@ def test_input_errors():
     _, state = layer(torch.rand(2, 3, 12))
     with pytest.raises(ValueError, match=r"state.W must have shape \(3, 2, 6, 6\) here, got \(2, 2, 6, 6\)"):
         layer(torch.rand(3, 3, 12), state)
+    with pytest.raises(ValueError, match="state has no `recent`"):
+        fw.FastWeightAttention(12, 2, short_conv=2)(torch.rand(2, 3, 12), torch.zeros(2, 2, 6, 6))
 
 
 @pytest.mark.parametrize("rule", fw.list_rules())

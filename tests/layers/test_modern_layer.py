@@ -156,6 +156,8 @@ def test_compiles_without_graph_breaks():
         ({"short_conv": 1}, "at least 2 steps, got 1"),
         ({"rule": "sum", "beta_max": 2.0}, "beta_max is for rules with a beta, which 'sum' has not"),
         ({"beta_max": 0.0}, "beta_max must be above 0"),
+        ({"beta_max": float("nan")}, "beta_max must be above 0, got nan"),
+        ({"d_value": 0}, "d_value must be a whole number of at least 1, got 0"),
         ({"decay_per": "key"}, "decay_per is for rules with a decay, which 'delta' has not"),
         ({"rule": "decay", "decay_per": "keys"}, "unknown decay_per 'keys'; did you mean 'key'"),
         ({"output_norm": "rsm"}, "unknown output_norm 'rsm'; did you mean 'rms'"),

@@ -5,6 +5,7 @@ import torch
 
 import fastweights as fw
 from fastweights.ops.features import Features
+from fastweights.ops.linear_attention import read_memory, write_memory
 from fastweights.ops.memory import _bounds_hold
 
 q = k = torch.rand(2, 5, 3, 4)
@@ -126,3 +127,7 @@ def test_linear_attention_errors():
         fw.linear_attention(q, k, v[:, :2])
     with pytest.raises(ValueError, match="mask must be bool"):
         fw.linear_attention(q, k, v, torch.ones(2, 5))
+    with pytest.raises(TypeError, match=r"features must be Features.named\(...\), got 'elu'"):
+        fw.linear_attention(q, k, v, features="elu")
+    with pytest.raises(ValueError, match=r"state.W must be .* of q \(2, 5, 1, 4\) after its map, got \(2, 3, 4, 6\)"):
+        read_memory(q[:, :, :1], write_memory(k, v))

@@ -153,7 +153,9 @@ def test_a_process_that_was_forked_computes_too(monkeypatch):
         ({"weight": torch.ones(4, 3)}, r"weight must have shape \(C, taps\) = \(5, 2 or more\), got \(4, 3\)"),
         ({"bias": torch.ones(4)}, r"bias must have shape \(C,\) = \(5,\), got \(4,\)"),
         ({"recent": torch.ones(2, 2, 5)}, r"recent must have shape \(N, taps - 1, C\) = \(2, 3, 5\)"),
-        ({"mask": torch.ones(2, 9)}, r"mask must be bool of shape \(B, T\) = \(2, 9\), got torch.float32"),
+        ({"mask": torch.ones(2, 9)}, r"mask must be a bool tensor of shape \(B, T\) = \(2, 9\), .* got torch.float32"),
+        ({"recent": None, "cu_seqlens": torch.tensor([0, 3, 9])}, "packed along T with B = 1"),
+        ({"cu_seqlens": torch.tensor([0.0, 2.0, 9.0])}, "cu_seqlens must be an int32 or int64 tensor"),
         (
             {"x": torch.ones(1, 9, 5), "recent": None, "cu_seqlens": torch.tensor([0, 10])},
             "rise from 0 to T = 9 or less",
@@ -163,5 +165,5 @@ def test_a_process_that_was_forked_computes_too(monkeypatch):
 def test_errors(wrong, message):
     tensors, _ = random_call("none")
     given = dict(zip(("x", "weight", "bias", "recent"), tensors, strict=True))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         short_convolution(**{**given, **wrong})

@@ -47,6 +47,8 @@ class CrossAttention(nn.Module):
         """Read the memory with x (N, T, d_model): (N, T, d_model)."""
         x = check_input(x, self.d_model, None)
         check_dtype(x, self.query)
+        if not isinstance(memory, State):
+            raise TypeError(f"memory must be what `remember` returns, got {type(memory).__name__}")
         N, T = x.shape[:2]
         B = len(next(iter(memory.tensors().values())))
         if N % B:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastweights.common.tables import check_name, look_up
+from fastweights.common.tables import at_least_one, check_name, look_up
 from fastweights.feature_maps import FeatureMap, feature_map
 from fastweights.layers.checks import check_dtype, check_input, check_token, head_size
 from fastweights.layers.linear import Linear
@@ -115,6 +115,7 @@ class FastWeightAttention(nn.Module):
             )
         self.d_model, self.n_heads, self.d_head = d_model, n_heads, d_head
         self.d_value = d_head if d_value is None else d_value
+        at_least_one(d_value=self.d_value)
         self.rule = update_rule(rule)
         self.feature_map = _feature_map(feature_map, d_head, feature_map_options)
         self.normalization = "none" if normalization is None else normalization
@@ -142,7 +143,7 @@ class FastWeightAttention(nn.Module):
 
     def _check_gates(self) -> None:
         names = self.rule.gate_names
-        if self.beta_max <= 0 or (self.beta_max != 1 and "beta" not in names):
+        if not self.beta_max > 0 or (self.beta_max != 1 and "beta" not in names):
             what = (
                 "must be above 0" if "beta" in names else f"is for rules with a beta, which {self.rule.name!r} has not"
             )
@@ -251,7 +252,7 @@ class FastWeightAttention(nn.Module):
         """Convolve q, k and v, where the layer has a convolution, and return its last inputs as well."""
         if self.conv is None:
             return projected, None
-        if state is not None and state.recent is None:
+        if state is not None and getattr(state, "recent", None) is None:
             raise ValueError("state has no `recent`, which a layer with a short convolution carries")
         mixed, rest = projected.split([self.conv.channels, projected.shape[-1] - self.conv.channels], -1)
         mixed, recent = self.conv(mixed, None if state is None else state.recent, mask, cu_seqlens, starts)

@@ -18,6 +18,7 @@ from fastweights.ops.fused.function import FusedFunction, Kernels
 from fastweights.ops.gpu.linear_attention import launch
 from fastweights.ops.gpu.linear_attention.operators import attention, eager_backward, eager_forward
 from fastweights.ops.gpu.linear_attention.self_check import refuses, refuses_reading, refuses_writing, why_unfused
+from fastweights.ops.memory import check_features
 from fastweights.ops.normalization import safe_divide
 from fastweights.ops.state import FastWeightState
 
@@ -72,6 +73,7 @@ def linear_attention(
 
 def _maps_first(x: Tensor, features: Features | MapFeatures, normalized: bool) -> bool:
     """Return whether heads have to be mapped before any kernels see them; refuse heads that the map is not made for."""
+    check_features(features)
     features.size(x.shape[3])
     if x.device.type == "cpu":
         return unknown(features) is not None
@@ -208,6 +210,8 @@ def write_memory(
 def read_memory(q: Tensor, state: FastWeightState, *, features: Features | MapFeatures = PLAIN) -> Tensor:
     """What queries (B, T, H, D), mapped by phi, find in a memory that they leave as it is: Eq. 19, (B, T, H, M)."""
     W, z = state.W, state.z
+    if W.shape[:3] != (q.shape[0], q.shape[2], features.size(q.shape[3])):
+        raise ValueError(f"state.W must be (B, H, D, M) of q {tuple(q.shape)} after its map, got {tuple(W.shape)}")
     normalized = z is not None
     with torch.autocast(q.device.type, enabled=False):
         if _maps_first(q, features, normalized):

@@ -169,19 +169,24 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
 def check(inputs: Inputs) -> None:
     """Raise an error that says what would work, unless all arguments fit together."""
     q = inputs.q
-    if not isinstance(inputs.features, (Features, MapFeatures)):
-        raise TypeError(
-            f"features must be Features.named(...), got {inputs.features!r}; `from fastweights.ops.features import "
-            'Features` and pass Features.named("elu", sum=True), say, or map q and k yourself with feature_map(...)'
-        )
+    check_features(inputs.features)
     _check_heads(q, inputs.k, inputs.v)
     _check_gates(inputs)
     check_marks("mask", inputs.mask, q, "True for tokens that count")
     check_marks("starts", inputs.starts, q, "True where a new text begins")
-    _check_packing(q, inputs.cu_seqlens)
+    check_packing(q, inputs.cu_seqlens)
     for name, x in (("mask", inputs.mask), ("starts", inputs.starts), ("cu_seqlens", inputs.cu_seqlens)):
         _check_device(name, x, q)
     _check_state(inputs)
+
+
+def check_features(features: Any) -> None:
+    """Refuse anything but features."""
+    if not isinstance(features, (Features, MapFeatures)):
+        raise TypeError(
+            f"features must be Features.named(...), got {features!r}; `from fastweights.ops.features import "
+            'Features` and pass Features.named("elu", sum=True), say, or map q and k yourself with feature_map(...)'
+        )
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -250,8 +255,9 @@ def check_marks(name: str, marks: Tensor | None, x: Tensor, meaning: str) -> Non
         raise ValueError(f"{name} must have shape (B, T) = {shape}, got {tuple(marks.shape)}")
 
 
-def _check_packing(q: Tensor, cu_seqlens: Tensor | None) -> None:
-    B = q.shape[0]
+def check_packing(x: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Refuse anything but None and bounds of sequences in the one row of x (1, T, ...)."""
+    B = x.shape[0]
     if cu_seqlens is None:
         return
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):

@@ -10,6 +10,7 @@ from fastweights.ops.cpu import short_convolution as cpu
 from fastweights.ops.fused.function import FusedFunction, Kernels
 from fastweights.ops.gpu.short_convolution import launch
 from fastweights.ops.gpu.short_convolution.self_check import refuses
+from fastweights.ops.memory import check_marks, check_packing
 
 
 def short_convolution(
@@ -40,7 +41,10 @@ def short_convolution(
     Returns:
         y (B, T, C) and the last taps - 1 inputs of each sequence, both in the dtype of x.
     """
-    _check(x, weight, bias, mask, starts)
+    _check(x, weight, bias)
+    check_marks("mask", mask, x, "True for tokens that count")
+    check_marks("starts", starts, x, "True where a new text begins")
+    check_packing(x, cu_seqlens)
     N = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     shape = (N, weight.shape[1] - 1, x.shape[2])
     if recent is not None and recent.shape != shape:
@@ -50,7 +54,7 @@ def short_convolution(
     return y, recent
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, starts: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if x.dim() != 3:
         raise ValueError(f"x must have shape (B, T, C), got {tuple(x.shape)}")
     C = x.shape[2]
@@ -58,10 +62,6 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, 
         raise ValueError(f"weight must have shape (C, taps) = ({C}, 2 or more), got {tuple(weight.shape)}")
     if bias is not None and bias.shape != (C,):
         raise ValueError(f"bias must have shape (C,) = ({C},), got {tuple(bias.shape)}")
-    for name, marks in (("mask", mask), ("starts", starts)):
-        if marks is not None and (marks.dtype != torch.bool or marks.shape != x.shape[:2]):
-            wanted = f"bool of shape (B, T) = {tuple(x.shape[:2])}"
-            raise ValueError(f"{name} must be {wanted}, got {marks.dtype} of shape {tuple(marks.shape)}")
 
 
 def plain_convolution(
