@@ -182,6 +182,62 @@ def work_out_types_once() -> None:
     core.block_type.__init__, core.tensor.__init__ = block, tensor
 
 
+def match_operands_once() -> None:
+    """Have Triton find out once what operands of two types become, and a number beside a type.
+
+    Half of the interpreter's time went into that. numpy spreads one operand over the other by itself.
+    """
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    match, unwrap = TritonSemantic.binary_op_type_checking_impl, core._unwrap_if_constexpr
+    numbers: dict[tuple[Any, ...], Any] = {}
+    shapes: dict[tuple[Any, ...], Any] = {}
+    simple = {core.tensor, core.dtype, int, float, bool, str, type(None)}
+
+    def shaped(x, kind):
+        return x if x.type.name == kind.name else core.tensor(x.handle, kind)
+
+    def match_new(self, a, b, *how):
+        if type(a) is type(b) is core.tensor:
+            key = (a.type.name, b.type.name, *how)
+            if key in shapes:
+                return shaped(a, shapes[key][0]), shaped(b, shapes[key][1])
+            matched = match(self, a, b, *how)
+            if all(x.type.scalar == y.type.scalar for x, y in zip(matched, (a, b), strict=True)):
+                shapes[key] = [x.type for x in matched]
+            return matched
+        if type(a) is core.tensor and type(b) in (int, float):
+            key = (a.type.name, type(b), b, *how)
+            if key in numbers:
+                return a, numbers[key]
+            matched = match(self, a, b, *how)
+            if matched[0] is a:
+                matched[1].handle.data.flags.writeable = False
+                numbers[key] = matched[1]
+            return matched
+        return match(self, a, b, *how)
+
+    TritonSemantic.binary_op_type_checking_impl = match_new
+    core._unwrap_if_constexpr = lambda x: x if type(x) in simple else unwrap(x)
+
+
+def call_builtins_directly() -> None:
+    """Have the interpreter call Triton's functions without looking through their arguments for its own."""
+    from triton.runtime import interpreter
+
+    def patch(place, name, member, builder, scope):
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*arguments, **options):
+            options["_semantic"] = interpreter.interpreter_semantic
+            return function(*arguments, **options)
+
+        scope.set_attr(place, name, call)
+
+    interpreter._patch_attr = patch
+
+
 if INTERPRETED:
     from tests.ops import interpreted_gluon
 
@@ -189,6 +245,8 @@ if INTERPRETED:
     work_out_types_once()
     refuse_foreign_addresses()
     check_overflow_by_numpy()
+    match_operands_once()
+    call_builtins_directly()
     sys.modules["fastweights.ops.gpu.memory.kernels.gluon"] = interpreted_gluon
 
 
