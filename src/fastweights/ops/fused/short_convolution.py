@@ -106,52 +106,31 @@ def _sources(
     starts: Tensor | None,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of the table that taps of tokens read (B, T, taps), and those carried on (N, taps - 1).
+    """Return the rows of the table that taps of tokens read (B, T, taps), and those carried on (N, taps - 1)."""
+    reach, tokens = n_taps - 1, torch.arange(B * T, device=device)
+    bounds = T * torch.arange(B + 1, device=device) if cu_seqlens is None else cu_seqlens.long()
+    N = len(bounds) - 1
+    carried = torch.arange(N * reach, device=device)
+    # All rows but that of zeros, sequence by sequence: what it begins with, then its tokens.
+    sequence = torch.searchsorted(bounds, tokens, right=True) - 1
+    order = torch.cat([carried // reach, sequence]).argsort(stable=True)
+    counts = torch.cat([carried >= 0, (tokens >= 0) if mask is None else mask.flatten()])[order]
+    begins = torch.cat([carried % reach == 0, (tokens < 0) if starts is None else starts.flatten()])[order]
+    text, seen = begins.cumsum(0), counts.cumsum(0)
+    # Where the i-th row that counts stands in this order.
+    places = torch.arange(len(order), device=device)
+    place = torch.zeros(len(order) + 1, dtype=torch.long, device=device)
+    place.scatter_(0, torch.where(counts, seen - 1, len(order)), places)
 
-    Tokens that count have a place among those of their text, which may begin with what is carried in.
-    """
-    reach, time = n_taps - 1, torch.arange(T, device=device)
-    counts = torch.ones(B, T, dtype=torch.long, device=device) if mask is None else mask.long()
-    if cu_seqlens is None:
-        first, sequence = (time == 0).expand(B, T), torch.arange(B, device=device)[:, None].expand(B, T)
-        ends = torch.full((B,), T - 1, device=device)
-        rows, N = torch.arange(B, device=device), B
-        filled = torch.ones(B, dtype=torch.bool, device=device)
-    else:
-        bounds, N = cu_seqlens.long(), cu_seqlens.numel() - 1
-        sequence = (torch.searchsorted(bounds, time, right=True) - 1).clamp(max=N - 1)[None]
-        first = bounds[sequence] == time
-        ends, filled = (bounds[1:] - 1).clamp(min=0), bounds.diff() > 0
-        rows = torch.zeros(N, dtype=torch.long, device=device)
-    begins = first if starts is None else first | starts
-    seen = counts.cumsum(1)
-    # How many tokens of its row count before a token's text, and how many of its text up to the token.
-    before = torch.where(begins, seen - counts, 0).cummax(1).values
-    own = seen - before
-    continues = torch.ones_like(begins)
-    if starts is not None:
-        last_start, last_first = (torch.where(at, time + 1, 0).cummax(1).values for at in (starts, first))
-        continues = last_start < last_first
-    # The token that is the i-th of those of its row that count.
-    place = torch.full((B, T + 1), T, device=device)
-    place.scatter_(1, torch.where(counts > 0, seen - 1, T), time.expand(B, T).contiguous())
+    def rows_before(at: Tensor, back: Tensor) -> Tensor:
+        """Return the rows that count `back` before the last at a place, or that of zeros where another text begins."""
+        found = place[(seen[at].unsqueeze(-1) - 1 - back).clamp(min=0)]
+        return torch.where(text[found] == text[at].unsqueeze(-1), order[found], len(order))
 
-    def rows_of(row: Tensor, n: Tensor, before: Tensor, own: Tensor, continues: Tensor, back: Tensor) -> Tensor:
-        """Return the table's rows of the tokens `back` before the last of `own` ones."""
-        wanted = own.unsqueeze(-1) - 1 - back
-        token = place[row.unsqueeze(-1), (before.unsqueeze(-1) + wanted).clamp(min=0)]
-        carried = n.unsqueeze(-1) * reach + reach + wanted
-        carried = torch.where(continues.unsqueeze(-1) & (wanted >= -reach), carried, N * reach + B * T)
-        return torch.where(wanted >= 0, N * reach + row.unsqueeze(-1) * T + token, carried)
-
-    row = torch.arange(B, device=device)[:, None].expand(B, T)
-    taps = rows_of(row, sequence.expand(B, T), before, own, continues, torch.arange(n_taps, device=device))
-    last = [x[rows, ends] for x in (before, own, continues)]
-    # A sequence without tokens carries on what it came with.
-    before_end, own_end, continues_end = last[0], torch.where(filled, last[1], 0), last[2] | ~filled
-    back = torch.arange(reach - 1, -1, -1, device=device)
-    carried_on = rows_of(rows, torch.arange(N, device=device), before_end, own_end, continues_end, back)
-    return taps, carried_on
+    at_tokens = torch.empty_like(order).scatter_(0, order, places)[N * reach :]
+    taps = rows_before(at_tokens, torch.arange(n_taps, device=device)).view(B, T, n_taps)
+    last = bounds[1:] + reach * torch.arange(1, N + 1, device=device) - 1
+    return taps, rows_before(last, torch.arange(reach - 1, -1, -1, device=device))
 
 
 _FUNCTION = FusedFunction(
