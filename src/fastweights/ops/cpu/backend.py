@@ -18,7 +18,7 @@ from fastweights.ops import family
 from fastweights.ops.causality import Tokens
 from fastweights.ops.cpu import step
 from fastweights.ops.cpu.build import failure, library, unavailable
-from fastweights.ops.cpu.views import View, checked_bounds
+from fastweights.ops.cpu.views import View, checked_bounds, rows
 from fastweights.ops.features import PLAIN
 from fastweights.ops.operator import ChunkedOperator, number_of_chunks
 from fastweights.ops.spec import Backend, Executable, Refusal, Spec, prepare_mapped
@@ -88,10 +88,6 @@ def _call(
     return bool(outcome == FINITE)
 
 
-def _rows(x: Tensor | None) -> Any:
-    return x if x is None or x.dim() == 3 or x.stride(-1) == 1 else x.contiguous()
-
-
 def _chunk_starts(q: Tensor, cu_seqlens: Tensor | None, chunk: int) -> list[tuple[int, int]]:
     """Return row and time of the first token of each chunk, in the order of `before`."""
     B, T = q.shape[:2]
@@ -105,7 +101,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Return y in `dtype`, the final W, with `keep` the state before each chunk, and whether y is finite."""
     q, k, v, a, e, w = tokens
-    q, k, v, a, W = _rows(q), _rows(k), _rows(v), _rows(a), W.contiguous()
+    q, k, v, a, W = rows(q), rows(k), rows(v), rows(a), W.contiguous()
     y, W_end = v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape)
     before = W.new_empty((number_of_chunks(q, chunk, cu_seqlens) if keep else 0, *W.shape[1:]))
     if cu_seqlens is not None:
@@ -121,7 +117,7 @@ def backward(
 ) -> tuple[list[Tensor], bool]:
     """Return the gradients of q, k, v, the coefficients there are and W, and whether those of q and k are finite."""
     q, k, v, a, e, w = tokens
-    dy, q, k, v, a = (_rows(x) for x in (dy, q, k, v, a))
+    dy, q, k, v, a = (rows(x) for x in (dy, q, k, v, a))
     dW = None if dW is None else dW.to(before.dtype).contiguous()
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     dW_start = before.new_empty((N, *before.shape[1:]))

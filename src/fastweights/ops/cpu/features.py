@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastweights.ops.cpu.build import library, refuses_tensors
-from fastweights.ops.cpu.views import KINDS, View
+from fastweights.ops.cpu.views import KINDS, View, rows
 from fastweights.ops.features import Features, MapFeatures
+from fastweights.ops.fused.function import Tensors
 from fastweights.ops.normalization import l2_normalize, smooth_l2_normalize, sum_normalize
 
 MAPS = {"none": 0, "elu": 1, "relu": 2, "silu": 3, "dpfp": 4, "favor": 5}
@@ -22,7 +23,6 @@ NORMS: dict[Callable[[Tensor], Tensor] | None, int] = {
     l2_normalize: 3,
 }
 
-Tensors = Sequence[Any]
 AnyFeatures = Features | MapFeatures
 
 
@@ -104,14 +104,9 @@ def _empty(x: Tensor, D: int, dtype: torch.dtype, by_head: bool) -> Tensor:
     return torch.empty(B, H, T, D, dtype=dtype).transpose(1, 2) if by_head else torch.empty(B, T, H, D, dtype=dtype)
 
 
-def rows(x: Any) -> Any:
-    """Return x with a contiguous last axis."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
-
-
 def _call(tensors: Tensors, settings: Tensors, **views: Tensor | None) -> None:
     features, divided, *_ = settings
-    q, k, vectors = (rows(x) for x in tensors)
+    q, k, vectors = rows(tensors[0]), rows(tensors[1]), tensors[2]
     some = k if q is None else q
     B, _, H, r = some.shape
     lengths = (0 if x is None else x.shape[1] for x in (q, k))

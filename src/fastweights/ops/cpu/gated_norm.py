@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastweights.ops.cpu.build import library, refuses_tensors
-from fastweights.ops.cpu.views import View
+from fastweights.ops.cpu.views import View, rows
+from fastweights.ops.fused.function import Tensors
 
 OPENINGS = {None: 0, "silu": 1, "sigmoid": 2}
 # Heads are worked on in up to this many parts, which does not depend on the number of threads.
 _PARTS = 32
-
-Tensors = Sequence[Any]
 
 
 class Norm(ctypes.Structure):
@@ -48,7 +45,7 @@ def backward(grads: Tensors, tensors: Tensors, settings: Tensors) -> Tensors:
     dx = torch.empty(x.shape, dtype=x.dtype)
     dgate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype)
     parts = torch.empty(_parts(x), x.shape[3], dtype=torch.float64)
-    _call(tensors, settings, parts, dy=_rows(grads[0]), dx=dx, dgate=dgate)
+    _call(tensors, settings, parts, dy=rows(grads[0]), dx=dx, dgate=dgate)
     return dx, parts.sum(0).to(weight.dtype), dgate
 
 
@@ -56,13 +53,8 @@ def _parts(x: Tensor) -> int:
     return min(_PARTS, x.shape[:3].numel())
 
 
-def _rows(x: Any) -> Any:
-    """Return x with a contiguous last axis."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
-
-
 def _call(tensors: Tensors, settings: Tensors, parts: Tensor | None = None, **views: Tensor | None) -> None:
-    x, weight, gate = (_rows(tensor) for tensor in tensors)
+    x, weight, gate = rows(tensors[0]), rows(tensors[1], 0), rows(tensors[2])
     opening, eps, scale = settings
     call = Norm(*x.shape, OPENINGS[opening], _parts(x), eps, scale)
     call.weight, call.dweight = View.of(weight, 0), None if parts is None else parts.data_ptr()

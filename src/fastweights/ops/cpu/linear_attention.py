@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastweights.ops.cpu.build import library, refuses_tensors
-from fastweights.ops.cpu.features import AnyFeatures, Mapping, rows, unknown
-from fastweights.ops.cpu.views import View
+from fastweights.ops.cpu.features import AnyFeatures, Mapping, unknown
+from fastweights.ops.cpu.views import View, rows
+from fastweights.ops.fused.function import Tensors
 
 # Numbers that the weights of a head, and the tokens beside them, may have: they stay in the second cache.
 _MOST_WEIGHTS = 2**17
-
-Tensors = Sequence[Any]
 
 
 class Attention(ctypes.Structure):

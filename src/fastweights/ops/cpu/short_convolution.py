@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastweights.ops.cpu.build import library, refuses_tensors
-from fastweights.ops.cpu.views import View, checked_bounds
+from fastweights.ops.cpu.views import View, checked_bounds, rows
+from fastweights.ops.fused.function import Tensors
 
 MOST_TAPS = 16
 # Sums over sequences are made of up to this many parts, which does not depend on the number of threads.
 _PARTS = 8
-
-Tensors = Sequence[Any]
 
 
 class Convolution(ctypes.Structure):
@@ -58,22 +55,17 @@ def backward(grads: Tensors, tensors: Tensors, settings: Tensors) -> Tensors:
     dy = x.new_zeros(x.shape) if dy is None else dy
     dx, drecent = torch.empty(x.shape, dtype=x.dtype), None if recent is None else recent.new_empty(recent.shape)
     parts = torch.empty(min(N, _PARTS), x.shape[2], taps + 1, dtype=torch.float64)
-    end = _call(tensors, settings[0], parts, dy=_rows(dy), drecent_end=_rows(drecent_end), dx=dx, drecent=drecent)
+    end = _call(tensors, settings[0], parts, dy=rows(dy, 2), drecent_end=rows(drecent_end, 2), dx=dx, drecent=drecent)
     dx[:, end:] = 0
     dweight, dbias = parts.sum(0).split([taps, 1], 1)
     dbias = None if bias is None else dbias.squeeze(1).to(bias.dtype)
     return dx, dweight.to(weight.dtype), dbias, drecent, None, None, None
 
 
-def _rows(x: Tensor | None) -> Any:
-    """Return x with a contiguous last axis."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
-
-
 def _call(tensors: Tensors, silu: bool, parts: Tensor | None = None, **views: Tensor | None) -> int:
     """Run the C++, and return where the last sequence ends."""
     x, weight, bias, recent, mask, cu_seqlens, starts = tensors
-    x, weight, bias, recent = (_rows(tensor) for tensor in (x, weight, bias, recent))
+    x, weight, bias, recent = rows(x, 2), rows(weight, 1), rows(bias, 0), rows(recent, 2)
     mask, starts = (None if marks is None else marks.contiguous() for marks in (mask, starts))
     (B, T, C), taps = x.shape, weight.shape[1]
     bounds = None if cu_seqlens is None else checked_bounds(cu_seqlens, T)

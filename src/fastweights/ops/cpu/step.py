@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastweights.ops.cpu.build import library
 from fastweights.ops.cpu.features import MAPS
-from fastweights.ops.cpu.views import KINDS, View
+from fastweights.ops.cpu.views import KINDS, View, rows
 from fastweights.ops.family import coefficients_of
 from fastweights.ops.rules import COMPUTED
 from fastweights.ops.spec import Executable, Inputs, Spec
@@ -122,7 +122,7 @@ class Step:
             # The tensors are as the spec describes them, not made of those, so that all calls share a plan.
             gates = [inputs.gates.get(name) for name in (self.a, self.e, self.w)]
             tensors = inputs.q, inputs.k, inputs.v, *gates
-            if all(x is _rows(x) for x in tensors):
+            if all(x is rows(x) for x in tensors):
                 self.plan = self.make_plan(*tensors)
         return self.run(inputs, inputs.gates)
 
@@ -132,7 +132,7 @@ class Step:
         a, e, w = gates.get(self.a), gates.get(self.e), gates.get(self.w)
         plan = self.plan
         if plan is None:
-            q, k, v, a, e, w = (_rows(x) for x in (q, k, v, a, e, w))
+            q, k, v, a, e, w = (rows(x) for x in (q, k, v, a, e, w))
             plan = self.make_plan(q, k, v, a, e, w)
         y = torch.empty_like(v, memory_format=torch.contiguous_format)
         bounds, starts, z_end = inputs.cu_seqlens, inputs.starts, None
@@ -177,11 +177,6 @@ class Step:
         y = View(None, T * H * M, H * M, M, KINDS[v.dtype], v.element_size())
         views = [View.of(x) for x in (q, k, v, *gates)]
         return bytes(StepPlan(*sizes, features.scale, *codes, *self.forms, *views, y))
-
-
-def _rows(x: Any) -> Any:
-    """Return x with contiguous features, where it has any."""
-    return x if x is None or x.dim() == 3 or x.stride(3) == 1 else x.contiguous()
 
 
 def _changed(*tensors: Tensor | None) -> None:

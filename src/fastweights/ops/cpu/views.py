@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,11 @@ class View(ctypes.Structure):
             return cls()
         strides = (*x.stride()[:axes], 0, 0, 0)[:3]
         return cls(x.data_ptr(), *strides, KINDS[x.dtype], x.element_size())
+
+
+def rows(x: Any, axes: int = 3) -> Any:
+    """Return x with a contiguous last axis where that is not among the first `axes`, as `View.of` takes it."""
+    return x if x is None or x.dim() <= axes or x.stride(-1) == 1 else x.contiguous()
 
 
 def checked_bounds(cu_seqlens: Tensor, T: int) -> list[int]:

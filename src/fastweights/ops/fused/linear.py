@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fastweights.ops.cpu import products
-from fastweights.ops.fused.function import FusedFunction, Kernels
-
-Tensors = Sequence[Any]
+from fastweights.ops.fused.function import FusedFunction, Kernels, Tensors
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:

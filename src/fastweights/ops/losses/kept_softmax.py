@@ -16,10 +16,9 @@ from torch import Tensor
 from fastweights.common.transforms import refuse_tangent
 from fastweights.ops.cpu.products import outer_product, product
 from fastweights.ops.cpu.softmax import softmax_nll
-from fastweights.ops.fused.function import FusedFunction, Kernels
+from fastweights.ops.fused.function import FusedFunction, Kernels, Tensors
 from fastweights.ops.losses.adaptive_softmax import Part, parts_of, tiled_nll
 
-Tensors = Sequence[Any]
 # Logits of a tile, in bytes, that stay in a processor's cache between the passes over them.
 CACHED_BYTES = 2**23
 
