@@ -45,7 +45,8 @@ CASES = {
     "unknown rule": ({"rule": "detla"}, ValueError, "unknown rule 'detla'; did you mean 'delta'"),
     "rule of a wrong type": ({"rule": 3}, TypeError, "rule must be a name, got int"),
     "unknown backend": ({"backend": "chunky"}, ValueError, "unknown backend 'chunky'; did you mean 'chunked'"),
-    "unknown normalization": ({"normalization": "atention"}, ValueError, "did you mean 'attention'"),
+    "unknown normalization": ({"normalization": "sum"}, ValueError, "must be 'attention' or None, got 'sum'"),
+    "None as a word": ({"normalization": "None"}, ValueError, "must be 'attention' or None, got 'None'"),
     "state's shape": (
         {"state": fw.FastWeightState(torch.zeros(2, 3, 6, 4))},
         ValueError,

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastweights.common.tables import look_up
 from fastweights.ops.cpu import linear_attention as cpu
 from fastweights.ops.cpu.features import unknown
 from fastweights.ops.eager import is_eager, wants_gradients
@@ -19,10 +18,9 @@ from fastweights.ops.gpu.linear_attention import launch
 from fastweights.ops.gpu.linear_attention.operators import attention, eager_backward, eager_forward
 from fastweights.ops.gpu.linear_attention.self_check import refuses, refuses_reading, refuses_writing, why_unfused
 from fastweights.ops.memory import check_features
-from fastweights.ops.normalization import safe_divide
+from fastweights.ops.normalization import divides, safe_divide
 from fastweights.ops.state import FastWeightState
 
-NORMALIZATIONS = {"attention": None, "None": None}
 # The most keys that are multiplied in float32 at least.
 _FEW = 32
 
@@ -59,8 +57,7 @@ def linear_attention(
         y (B, T, H, M), 0 where no key is left or none has anything in common with the query.
     """
     _check(q, k, v, mask)
-    look_up(NORMALIZATIONS, str(normalization), "normalization")
-    normalized = normalization == "attention"
+    normalized = divides(normalization)
     with torch.autocast(q.device.type, enabled=False):
         if _maps_first(q, features, normalized):
             q, k = _queries(q, features, normalized), _keys(k, mask, features)
@@ -186,8 +183,7 @@ def write_memory(
     values have much in common, and 16 bits of each leave nothing of it. A sentence is written once; `read_memory` then
     costs the same however long it was. `features` as in `linear_attention`.
     """
-    look_up(NORMALIZATIONS, str(normalization), "normalization")
-    normalized = normalization == "attention"
+    normalized = divides(normalization)
     with torch.autocast(k.device.type, enabled=False):
         if _maps_first(k, features, normalized):
             k, features = _keys(k, mask, features), PLAIN

@@ -2,7 +2,6 @@
 
 import os
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,9 +11,10 @@ from torch.nn.functional import pad
 from fastweights.common.tables import check_name
 from fastweights.ops import backends
 from fastweights.ops.features import PLAIN, Features, MapFeatures
+from fastweights.ops.normalization import divides
 from fastweights.ops.product import on_single_writes, one_write_per_step, writes_per_token
 from fastweights.ops.rules import RULES, Rule, update_rule
-from fastweights.ops.spec import Executable, Inputs, Spec
+from fastweights.ops.spec import Executable, Inputs, Spec, checked_bounds
 from fastweights.ops.state import FastWeightState
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -90,15 +90,13 @@ def fast_weight_memory(
         y (B, T, H, M) in the dtype of q, and the state after the last step (float32 for 16-bit inputs).
     """
     rule, name = update_rule(rule), backends.requested(backend)
-    if normalization not in (None, "attention"):
-        check_name(("attention", "None"), normalization, "normalization")
     if not (state is None or isinstance(state, FastWeightState)):
         raise TypeError(f"state must be a FastWeightState or None, got {type(state).__name__}")
-    q, k, v = _autocast(q, k, v)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = _autocast(q, k, v)
     present = {gate: x for gate, x in gates.items() if x is not None}
     W, z = (None, None) if state is None else (state.W, state.z)
-    normalized = normalization is not None
-    inputs = Inputs(rule, q, k, v, present, W, z, cu_seqlens, mask, starts, features, in_place, normalized)
+    inputs = Inputs(rule, q, k, v, present, W, z, cu_seqlens, mask, starts, features, in_place, divides(normalization))
     try:
         spec = Spec.of(inputs)
     except (AttributeError, IndexError):
@@ -157,9 +155,7 @@ def _prepare(inputs: Inputs, spec: Spec, backend: str) -> Executable:
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
     """Cast q, k and v to the dtype of autocast, where it is on, as the inputs of a matrix product are."""
     first = tensors[0]
-    if not torch._C._is_any_autocast_enabled() or not isinstance(first, Tensor):
-        return tensors
-    if not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     floats = (torch.float32, torch.bfloat16, torch.float16)
@@ -281,11 +277,7 @@ def _checked_end(cu_seqlens: Tensor, T: int) -> int:
     if cu_seqlens.is_cuda and os.environ.get(CHECK_BOUNDS) != "host":
         torch._assert_async(_bounds_hold(cu_seqlens, T), f"cu_seqlens must rise from 0 to T = {T} or less")
         return T
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] > T or any(a > b for a, b in pairwise(bounds)):
-        shown = bounds if len(bounds) < 20 else bounds[:19]
-        raise ValueError(f"cu_seqlens must rise from 0 to T = {T} or less, got {shown}")
-    return int(bounds[-1])
+    return checked_bounds(cu_seqlens, T)[-1]
 
 
 def _bounds_hold(cu_seqlens: Tensor, T: int) -> Tensor:

@@ -4,6 +4,13 @@ import torch
 from torch import Tensor
 
 
+def divides(normalization: str | None) -> bool:
+    """Return whether reads are divided as in attention, Eqs. 19 and 28; refuse what is neither "attention" nor None."""
+    if normalization not in (None, "attention"):
+        raise ValueError(f"normalization must be 'attention' or None, got {normalization!r}")
+    return normalization is not None
+
+
 def safe_divide(x: Tensor, by: Tensor) -> Tensor:
     """Compute x / by, and 0 where |by| is below the square root of the smallest normal number.
 

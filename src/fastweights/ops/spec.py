@@ -253,6 +253,14 @@ def _learns(features: Features | MapFeatures) -> bool:
     return isinstance(phi, torch.nn.Module) and any(parameter.requires_grad for parameter in phi.parameters())
 
 
+def checked_bounds(cu_seqlens: Tensor, T: int) -> list[int]:
+    """Return the bounds of packed sequences if they rise from 0 to T or less."""
+    bounds: list[int] = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] > T or any(a > b for a, b in pairwise(bounds)):
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {T} or less, got {bounds[:20]}")
+    return bounds
+
+
 # y (B, T, H, M), W (N, H, D, M) and, under attention normalisation, z (N, H, D).
 Executable = Callable[[Inputs], tuple[Tensor, Tensor, Tensor | None]]
 

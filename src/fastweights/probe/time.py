@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.memory import check, fast_weight_memory
+from fastweights.ops.normalization import divides
 from fastweights.ops.rules import Rule, update_rule
 from fastweights.ops.spec import Inputs
 from fastweights.ops.state import FastWeightState
@@ -27,7 +28,7 @@ def states(
     rule = update_rule(rule)
     taken = {name: gate for name, gate in gates.items() if gate is not None}
     W, z = (None, None) if state is None else (state.W, state.z)
-    check(Inputs(rule, k, k, v, taken, W, z, attention=normalization is not None))
+    check(Inputs(rule, k, k, v, taken, W, z, attention=divides(normalization)))
     for t in range(k.shape[1]):
         now = slice(t, t + 1)
         given: Any = {name: gate[:, now] for name, gate in taken.items()}

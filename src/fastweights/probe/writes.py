@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastweights.common.tables import check_name, look_up
+from fastweights.common.tables import look_up
 from fastweights.ops.family import coefficients_of, outside
 from fastweights.ops.memory import check
-from fastweights.ops.normalization import safe_divide
+from fastweights.ops.normalization import divides, safe_divide
 from fastweights.ops.product import one_write_per_step, writes_per_token
 from fastweights.ops.rules import Rule, update_rule
 from fastweights.ops.spec import Inputs
@@ -140,11 +140,9 @@ def _family_inputs(
     reason = outside(rule)
     if reason is not None:
         raise ValueError(f"{reason}, so that its reads are no sums over writes; use a rule of the family")
-    if normalization not in (None, "attention"):
-        check_name(("attention", "None"), normalization, "normalization")
     taken = {name: gate for name, gate in gates.items() if gate is not None}
     W, z = (None, None) if state is None else (state.W, state.z)
-    inputs = Inputs(rule, q, k, v, taken, W, z, attention=normalization is not None)
+    inputs = Inputs(rule, q, k, v, taken, W, z, attention=divides(normalization))
     if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == 4 and writes_per_token(inputs) > 1:
         inputs = one_write_per_step(inputs)
     check(inputs)

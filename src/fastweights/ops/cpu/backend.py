@@ -18,10 +18,10 @@ from fastweights.ops import family
 from fastweights.ops.causality import Tokens
 from fastweights.ops.cpu import step
 from fastweights.ops.cpu.build import failure, library, unavailable
-from fastweights.ops.cpu.views import View, checked_bounds, rows
+from fastweights.ops.cpu.views import View, rows
 from fastweights.ops.features import PLAIN
 from fastweights.ops.operator import ChunkedOperator, number_of_chunks
-from fastweights.ops.spec import Backend, Executable, Refusal, Spec, prepare_mapped
+from fastweights.ops.spec import Backend, Executable, Refusal, Spec, checked_bounds, prepare_mapped
 
 NO_MEMORY, FINITE = 0, 1
 # What the C++ writes for the tokens of sequences; after the last sequence it is 0.

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fastweights.ops.cpu.build import library, refuses_tensors
-from fastweights.ops.cpu.views import View, checked_bounds, rows
+from fastweights.ops.cpu.views import View, rows
 from fastweights.ops.fused.function import Tensors
+from fastweights.ops.spec import checked_bounds
 
 MOST_TAPS = 16
 # Sums over sequences are made of up to this many parts, which does not depend on the number of threads.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,11 +35,3 @@ class View(ctypes.Structure):
 def rows(x: Any, axes: int = 3) -> Any:
     """Return x with a contiguous last axis where that is not among the first `axes`, as `View.of` takes it."""
     return x if x is None or x.dim() <= axes or x.stride(-1) == 1 else x.contiguous()
-
-
-def checked_bounds(cu_seqlens: Tensor, T: int) -> list[int]:
-    """Return the bounds of packed sequences if they rise from 0 to T or less: the C++ believes what it is told."""
-    bounds: list[int] = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] > T or any(a > b for a, b in pairwise(bounds)):
-        raise ValueError(f"cu_seqlens must rise from 0 to T = {T} or less, got {bounds[:20]}")
-    return bounds
