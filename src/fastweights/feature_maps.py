@@ -266,11 +266,7 @@ class FAVOR(FeatureMap):
         return R.to(torch.promote_types(R.dtype, torch.float32)) * self.inner
 
     def map(self, x: Tensor) -> Tensor:
-        if self.stabilize:
-            return self.scaled(x)
-        with torch.autocast(x.device.type, enabled=False):
-            return features.favor(x, self.vectors, self.inner)
+        return self.scaled(x) if self.stabilize else features.favor(x, self.vectors, self.inner)
 
     def scaled(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            return features.favor_scaled(x, self.vectors)
+        return features.favor_scaled(x, self.vectors)

@@ -55,7 +55,8 @@ def favor_scaled(x: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _exponents(wide: Tensor, vectors: Tensor) -> Tensor:
-    product = wide @ vectors.to(wide.dtype).mT
+    with torch.autocast(wide.device.type, enabled=False):
+        product = wide @ vectors.to(wide.dtype).mT
     return torch.cat([product, -product], -1)
 
 
@@ -199,13 +200,11 @@ class Drawn:
 
     def map(self, x: Tensor) -> Tensor:
         """Compute phi(x)."""
-        with torch.autocast(x.device.type, enabled=False):
-            return favor(x, self.vectors, self.inner)
+        return favor(x, self.vectors, self.inner)
 
     def scaled(self, x: Tensor) -> Tensor:
         """Compute phi(x) over its largest entry."""
-        with torch.autocast(x.device.type, enabled=False):
-            return favor_scaled(x, self.vectors)
+        return favor_scaled(x, self.vectors)
 
 
 @dataclass(frozen=True, eq=False)
