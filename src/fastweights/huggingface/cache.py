@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -38,11 +39,7 @@ class FastWeightCache(Cache):
         self._again = []
         if self.recording:
             self._before, self._read = self.state, parts
-        if len(parts) == 1:
-            return tokens, mask
-        masked = any(mask is not None for _, mask in parts)
-        masks = [torch.ones_like(x, dtype=torch.bool) if mask is None else mask for x, mask in parts]
-        return torch.cat([x for x, _ in parts], 1), torch.cat(masks, 1) if masked else None
+        return _joined(parts)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens were read."""
@@ -72,11 +69,10 @@ class FastWeightCache(Cache):
                 f"crop takes back from 1 to {read} tokens here, given as a negative number, got {tokens_to_remove}; "
                 "call activate_past_recording() before the tokens are read"
             )
-        tokens = torch.cat([x for x, _ in self._read], 1)
-        masks = [torch.ones_like(x, dtype=torch.bool) if mask is None else mask for x, mask in self._read]
-        kept, mask = tokens[:, : read - remove], torch.cat(masks, 1)[:, : read - remove]
+        tokens, mask = _joined(self._read)
+        kept = slice(read - remove)
         self.state, self.length = self._before, self.length - remove
-        self._again = [(kept, None if bool(mask.all()) else mask)] if kept.shape[1] else []
+        self._again = [(tokens[:, kept], None if mask is None else mask[:, kept])] if read > remove else []
         self._read = list(self._again)
 
     def reset(self) -> None:
@@ -113,3 +109,11 @@ class FastWeightCache(Cache):
                 f"got {type(given).__name__}"
             )
         return given
+
+
+def _joined(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Return tokens (B, T) and masks of several calls as those of one; None where nothing is padding."""
+    tokens = torch.cat([x for x, _ in parts], 1)
+    if all(mask is None for _, mask in parts):
+        return tokens, None
+    return tokens, torch.cat([torch.ones_like(x, dtype=torch.bool) if mask is None else mask for x, mask in parts], 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -65,8 +64,7 @@ def _bytes(tokenizer: Any) -> Tokenizer:
 
 
 def _pairs(tokenizer: PairTokenizer) -> Tokenizer:
-    content = json.loads(tokenizer.dump())
-    inner = Tokenizer.from_str(json.dumps(content))
+    inner = _pieces(tokenizer)
     # The first word of a sentence is written like every other, with a space before it.
     inner.normalizer = normalizers.Prepend(" ")
     inner.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
