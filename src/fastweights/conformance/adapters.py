@@ -27,32 +27,13 @@ class NotTaken(Exception):
 
 
 # What a tensor of a problem is called; "scale" is K^-0.5 and "wants_state" whether to return the final state.
+_COMMON = {**{name: name for name in ("q", "k", "v", "beta", "mask")}, "bounds": "cu_seqlens"}
+_FLA = {**_COMMON, "g": "g", "state": "initial_state", "scale": "scale", "wants_state": "output_final_state"}
 NAMES = {
-    "fla": {
-        "q": "q",
-        "k": "k",
-        "v": "v",
-        "g": "g",
-        "beta": "beta",
-        "state": "initial_state",
-        "bounds": "cu_seqlens",
-        "mask": "mask",
-        "scale": "scale",
-        "wants_state": "output_final_state",
-    },
-    "fastweights": {
-        "q": "q",
-        "k": "k",
-        "v": "v",
-        "g": "log_decay",
-        "beta": "beta",
-        "state": "state",
-        "bounds": "cu_seqlens",
-        "mask": "mask",
-        "rule": "rule",
-    },
+    "fla": _FLA,
+    "fastweights": {**_COMMON, "g": "log_decay", "state": "state", "rule": "rule"},
+    "transformers": {**_FLA, "q": "query", "k": "key", "v": "value"},
 }
-NAMES["transformers"] = {**NAMES["fla"], "q": "query", "k": "key", "v": "value"}
 
 
 def load(target: str) -> Callable[..., Any]:
