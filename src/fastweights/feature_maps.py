@@ -94,7 +94,8 @@ def feature_map(name: str | FeatureMap, d_key: int | None = None, **options: obj
     if isinstance(name, FeatureMap):
         if options or d_key not in (None, name.d_key):
             raise ValueError(
-                f"got a map of d_key {name.d_key} with d_key = {d_key} and {options}; give its name instead"
+                f"this feature map is made for d_key = {name.d_key}, got d_key = {d_key} and options {options}; "
+                "give the name of a map for another"
             )
         return name
     cls = look_up(FEATURE_MAPS, name, "feature map")

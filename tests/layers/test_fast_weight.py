@@ -129,7 +129,7 @@ def test_gates_add_one_output_per_head():
         ({"d_model": 0, "n_heads": 3}, "at least 1"),
         ({"d_model": 12, "n_heads": 2, "normalization": "summ"}, "unknown normalization 'summ'; did you mean 'sum'"),
         ({"d_model": 12, "n_heads": 2, "d_head": 5, "project_queries": False}, r"must be d_model = 12, got 2 \* 5"),
-        ({"d_model": 12, "n_heads": 2, "feature_map": fw.feature_map("elu", 5)}, "d_key = 5, but .* d_head = 6"),
+        ({"d_model": 12, "n_heads": 2, "feature_map": fw.feature_map("elu", 5)}, "made for d_key = 5, got d_key = 6"),
     ],
 )
 def test_construction_errors(arguments, message):

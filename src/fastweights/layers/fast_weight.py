@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastweights import feature_maps
 from fastweights.common.tables import at_least_one, check_name, look_up
-from fastweights.feature_maps import FeatureMap, feature_map
 from fastweights.layers.checks import check_dtype, check_input, check_token, head_size
 from fastweights.layers.linear import Linear
 from fastweights.layers.short_conv import ShortConvolution
@@ -93,7 +93,7 @@ class FastWeightAttention(nn.Module):
         n_heads: int,
         d_head: int | None = None,
         rule: str | Rule = "delta",
-        feature_map: str | FeatureMap = "elu",
+        feature_map: str | feature_maps.FeatureMap = "elu",
         normalization: str | None = "sum",
         *,
         feature_map_options: Mapping[str, Any] | None = None,
@@ -117,7 +117,7 @@ class FastWeightAttention(nn.Module):
         self.d_value = d_head if d_value is None else d_value
         at_least_one(d_value=self.d_value)
         self.rule = update_rule(rule)
-        self.feature_map = _feature_map(feature_map, d_head, feature_map_options)
+        self.feature_map = feature_maps.feature_map(feature_map, d_head, **(feature_map_options or {}))
         self.normalization = "none" if normalization is None else normalization
         self.normalize, self.memory_normalization = look_up(NORMALIZATIONS, self.normalization, "normalization")
         self.project_queries, self.output_scale, self.backend = project_queries, output_scale, backend
@@ -300,10 +300,3 @@ class FastWeightAttention(nn.Module):
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _feature_map(phi: str | FeatureMap, d_head: int, options: Mapping[str, Any] | None) -> FeatureMap:
-    """Return the feature map, or refuse one of another size."""
-    if isinstance(phi, FeatureMap) and phi.d_key != d_head:
-        raise ValueError(f"feature_map is for d_key = {phi.d_key}, but a head has d_head = {d_head}")
-    return feature_map(phi, d_head, **(options or {}))
