@@ -228,7 +228,8 @@ def _computed(coefficients: Callable[..., Optional3], gates: dict[str, Tensor]) 
         return coefficients(**gates)
     found = coefficients(**{name: x if x.dim() == 4 else x.unsqueeze(-1) for name, x in gates.items()})
     a, e, w = (x if x is None or x.shape[-1] > 1 else x.squeeze(-1) for x in found)
-    return a, e, w
+    # Where both are one tensor, recurrences see it.
+    return a, e, e if found[2] is found[1] else w
 
 
 def takes_logits(rule: Rule) -> bool:
