@@ -1,27 +1,26 @@
 """From which writes a read comes: every y_t as an exact sum over the steps that wrote it.
 
-A rule of the family is linear in the memory, W_t = A_t W_{t-1} + w_t k_t v_t^T with A_t = (I - e_t k_t k_t^T) diag(a_t)
-(key-major), so that
-
-    y_t = q_t A_t ... A_1 W_0 + sum_s w_s (q_t A_t ... A_{s+1} k_s) v_s.
-
-The factors in brackets are computed for all reads at once, from the last step back to the first. Attention
-normalisation divides by numbers that depend on keys and gates alone, so that it stays a sum.
+A rule of the family is linear in the values that it writes, also under attention normalisation, which divides by
+numbers that depend on keys and gates alone. So the weights of all steps in a read are what a memory of the same keys
+and gates returns where the values are unit vectors, another one at each step.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fastweights.common.tables import look_up
+from fastweights.ops import reference
 from fastweights.ops.family import coefficients_of, outside
 from fastweights.ops.memory import check
 from fastweights.ops.normalization import divides, safe_divide
 from fastweights.ops.product import one_write_per_step, writes_per_token
-from fastweights.ops.rules import Rule, update_rule
+from fastweights.ops.rules import RULES, Rule, update_rule
 from fastweights.ops.spec import Inputs
 from fastweights.ops.state import FastWeightState
+from fastweights.probe.reading import recall
 
 BY = {"value": "what is left of each value", "write": "what each step changed"}
 
@@ -85,17 +84,14 @@ def attribute(
     """
     look_up(BY, by, "by")
     inputs = _family_inputs(q, k, v, rule, normalization, state, gates)
+    if by == "value":
+        stored, weights_and_rest = inputs.v, reference.run(_with_unit_values(inputs))[0]
+    else:
+        stored, weights_and_rest = _split_by_writes(inputs)
     n = k.shape[1] // q.shape[1]
-    memory = _Memory(inputs)
-    reads = torch.arange(n - 1, memory.k.shape[2], n, device=q.device)
-    queries = memory.q[:, :, n - 1 :: n]
-    stored, erase, write = (memory.v, memory.e, memory.w) if by == "value" else (memory.changes(), None, None)
-    weights, rest = _weights(queries, reads, memory.k, memory.a, erase, write)
-    initial = rest @ memory.W
-    if memory.totals is not None:
-        total = (queries * memory.totals[:, :, n - 1 :: n]).sum(-1, keepdim=True)
-        weights, initial = safe_divide(weights, total), safe_divide(initial, total)
-    return Attribution(weights, stored, initial)
+    sizes = [stored.shape[1], stored.shape[3]]
+    weights, initial = weights_and_rest[:, n - 1 :: n].transpose(1, 2).split(sizes, -1)
+    return Attribution(weights, stored.transpose(1, 2), initial)
 
 
 def interference(
@@ -117,13 +113,9 @@ def interference(
         raise ValueError(
             f"queries must have shape (B, N, H, D) to go with keys {tuple(keys.shape)}, got {tuple(queries.shape)}"
         )
-    memory = _Memory(_family_inputs(keys, keys, torch.zeros_like(keys[..., :1]), rule, normalization, None, gates))
-    reads, last = queries.transpose(1, 2).to(memory.k.dtype), keys.shape[1] - 1
-    at = torch.full((queries.shape[1],), last, device=keys.device)
-    weights, _ = _weights(reads, at, memory.k, memory.a, memory.e, memory.w)
-    if memory.totals is None:
-        return weights
-    return safe_divide(weights, (reads * memory.totals[:, :, -1:]).sum(-1, keepdim=True))
+    inputs = _family_inputs(keys, keys, torch.zeros_like(keys[..., :1]), rule, normalization, None, gates)
+    _, W, z = reference.run(_with_unit_values(inputs))
+    return recall(FastWeightState(W[..., :-1], z), queries).value.transpose(1, 2)
 
 
 def _family_inputs(
@@ -135,7 +127,7 @@ def _family_inputs(
     state: FastWeightState | None,
     gates: dict[str, Tensor | None],
 ) -> Inputs:
-    """Return a call of a rule of the family that has been checked, one step for each write."""
+    """Return a call of a rule of the family that has been checked, each write a step, all in the dtype of states."""
     rule = update_rule(rule)
     reason = outside(rule)
     if reason is not None:
@@ -146,67 +138,43 @@ def _family_inputs(
     if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == 4 and writes_per_token(inputs) > 1:
         inputs = one_write_per_step(inputs)
     check(inputs)
-    return inputs.expanded()
+    inputs = inputs.expanded()
+    wide = inputs.state_dtype
+    return replace(inputs, q=inputs.q.to(wide), k=inputs.k.to(wide), v=inputs.v.to(wide))
 
 
-class _Memory:
-    """A call as its recurrence: tensors (B, H, S, ...) and coefficients of every step, after normalisation.
+def _with_unit_values(inputs: Inputs) -> Inputs:
+    """Return the call with one more channel of values for each step, before the others: 1 at that step, 0 elsewhere.
 
-    a is (B, H, S, D) or (B, H, S, 1), e and w are (B, H, S, 1); None stands for 1, 0 and 1. `totals` (B, H, S, D) are
-    the accumulators z after every step, None without attention normalisation.
+    Its reads are the weight of each step and, in the channels that were there before, what is left of the initial
+    state: values are 0 there.
     """
-
-    def __init__(self, inputs: Inputs) -> None:
-        dtype = inputs.state_dtype
-        self.q, self.k, self.v = (x.to(dtype).transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
-        found = coefficients_of(inputs.rule, inputs.gates, False, dtype)
-        self.a, self.e, self.w = (None if c is None else _steps(c) for c in found)
-        self.W, z = inputs.initial_state()
-        self.totals: Tensor | None = None
-        if z is None:
-            return
-        counted = self.k if self.w is None or self.e is not None else self.w * self.k
-        totals, recalled = [], []
-        for s in range(self.k.shape[2]):
-            z = z if self.a is None else self.a[:, :, s] * z
-            recalled.append((z * self.k[:, :, s]).sum(-1, keepdim=True))
-            z = z + counted[:, :, s]
-            totals.append(z)
-        self.totals = torch.stack(totals, 2)
-        self.e = None if self.e is None else safe_divide(self.e, torch.stack(recalled, 2))
-
-    def changes(self) -> Tensor:
-        """Return what every step adds to the memory under its key, (B, H, S, M): w v - e v_bar."""
-        W, changes = self.W, []
-        for s in range(self.k.shape[2]):
-            k, v = self.k[:, :, s], self.v[:, :, s]
-            W = W if self.a is None else self.a[:, :, s].unsqueeze(-1) * W
-            change = v if self.w is None else self.w[:, :, s] * v
-            if self.e is not None:
-                change = change - self.e[:, :, s] * (k.unsqueeze(-2) @ W).squeeze(-2)
-            W = W + k.unsqueeze(-1) * change.unsqueeze(-2)
-            changes.append(change)
-        return torch.stack(changes, 2)
+    S, M = inputs.v.shape[1], inputs.v.shape[3]
+    units = torch.eye(S, S + M, dtype=inputs.v.dtype, device=inputs.v.device)[None, :, None]
+    W, z = inputs.initial_state()
+    return replace(inputs, v=units.expand(*inputs.v.shape[:3], -1), W=pad(W, (S, 0)), z=z)
 
 
-def _steps(c: Tensor) -> Tensor:
-    """Return coefficients (B, S, H) or (B, S, H, D) as (B, H, S, 1) or (B, H, S, D)."""
-    return (c if c.dim() == 4 else c.unsqueeze(-1)).transpose(1, 2)
+def _split_by_writes(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return what every step adds to the memory under its key, (B, S, H, M), and reads as of `_with_unit_values`.
 
-
-def _weights(
-    queries: Tensor, at: Tensor, k: Tensor, a: Tensor | None, e: Tensor | None, w: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the weight of every step in reads (B, H, N, D) after steps `at` (N,), and what they read the start with.
-
-    Going back one step turns what reads W_s into what reads W_{s-1}: g A_s.
+    A step adds w v - e v_bar, and what was added only fades.
     """
-    g, columns = queries, []
-    for s in reversed(range(k.shape[2])):
-        seen = (at >= s).unsqueeze(-1)
-        hit = (g * k[:, :, s : s + 1]).sum(-1, keepdim=True).masked_fill(~seen, 0)
-        columns.append(hit if w is None else w[:, :, s : s + 1] * hit)
-        before = g if e is None else g - e[:, :, s : s + 1] * hit * k[:, :, s : s + 1]
-        before = before if a is None else a[:, :, s : s + 1] * before
-        g = torch.where(seen, before, g)
-    return torch.cat(columns[::-1], -1), g
+    ones = torch.ones_like(inputs.v[..., 0])
+    a, e, w = coefficients_of(inputs.rule, inputs.gates, False, inputs.v.dtype)
+    a, w = (ones if c is None else c for c in (a, w))
+    W, z = inputs.initial_state()
+    added = w.unsqueeze(-1) * inputs.v
+    if e is not None:
+        # v_bar is what a key reads just before it is written: the key after it, of the memory that a step leaves.
+        keys = inputs.k * (a if a.dim() == 4 else a.unsqueeze(-1))
+        first = recall(FastWeightState(W, z), keys[:, :1]).value
+        later = reference.run(replace(inputs, q=keys.roll(-1, 1)))[0][:, :-1]
+        added = added - e.unsqueeze(-1) * torch.cat([first, later], 1)
+    fading = replace(inputs, rule=RULES["decay"], gates={"decay": a}, W=W, z=None, attention=False)
+    y = reference.run(_with_unit_values(fading))[0]
+    if z is None:
+        return added, y
+    counted = w if e is None else ones
+    total = reference.run(replace(fading, v=counted.unsqueeze(-1), W=z.unsqueeze(-1)))[0]
+    return added, safe_divide(y, total)
