@@ -1,6 +1,7 @@
 """`fastweights verify`: what is right passes everything, and each planted fault is caught by the case meant for it."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -210,7 +211,7 @@ def test_an_overwritten_input_is_wrong(bench):
 
 
 def test_rows_far_from_the_start():
-    case = Case("many rows", Setting(T=3), as_first_and_last_of(7), gradients=())
+    case = Case("many rows", Setting(T=3), partial(as_first_and_last_of, B=7), gradients=())
     right = adapt(chunk_gated_delta_rule, "fla", GATED, {})
 
     def wraps(problem, wants_state):

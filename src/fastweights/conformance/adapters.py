@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from fastweights.common.tables import look_up
-from fastweights.conformance.oracle import Function
-from fastweights.conformance.problem import Problem, Recurrence
+from fastweights.conformance.problem import Found, Function, Problem, Recurrence
 from fastweights.ops.state import FastWeightState
 
 
@@ -68,7 +67,7 @@ def adapt(
     if recurrence.decays == "key" and "gk" in parameters:
         names["g"] = "gk"
 
-    def run(problem: Problem, wants_state: bool) -> tuple[Tensor, Tensor | None]:
+    def run(problem: Problem, wants_state: bool) -> Found:
         given: dict[str, Any] = {**problem.inputs, "bounds": problem.bounds, "mask": problem.mask}
         scale = problem.q.shape[-1] ** -0.5
         if names["g"] in parameters and parameters[names["g"]].default is inspect.Parameter.empty:

@@ -1,6 +1,7 @@
 """The cases: one row each. To add one, add a row."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -87,10 +88,10 @@ CASES = [
         through="state",
     ),
     *(
-        Case(f"in parts, cut at {', '.join(map(str, cuts))}", Setting(T=130), in_parts(*cuts), BOTH)
+        Case(f"in parts, cut at {', '.join(map(str, cuts))}", Setting(T=130), partial(in_parts, cuts=cuts), BOTH)
         for cuts in ((1,), (64,), (37, 101), (63, 64, 65, 129))
     ),
-    Case("token by token", Setting(T=20), in_parts(), BOTH),
+    Case("token by token", Setting(T=20), in_parts, BOTH),
     Case("batch of 5", Setting(B=5)),
     Case("each row of it alone", Setting(B=5), row_by_row),
     Case("beside a row of NaN", way=beside_nan),
@@ -103,7 +104,7 @@ CASES = [
     Case(
         "more than 2^31 elements",
         Setting(T=128, H=32, K=64),
-        as_first_and_last_of(ROWS),
+        partial(as_first_and_last_of, B=ROWS),
         gradients=(),
         bytes_on_gpu=64 * 2**30,
     ),

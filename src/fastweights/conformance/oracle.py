@@ -5,12 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastweights.conformance.problem import Problem, Recurrence
+from fastweights.conformance.adapters import adapt
+from fastweights.conformance.problem import Function, Problem, Recurrence
 from fastweights.ops.memory import fast_weight_memory
-from fastweights.ops.state import FastWeightState
 
-# o (B, T, HV, V), and the final state (N, HV, K, V) where it is asked for.
-Function = Callable[[Problem, bool], tuple[Tensor, Tensor | None]]
 # Results by name: o, state, and the gradients dq, dk, ...
 Results = dict[str, Tensor]
 
@@ -22,23 +20,7 @@ LEAST = 1e-3
 
 def oracle(recurrence: Recurrence) -> Function:
     """Return the recurrence as a plain loop over time, in the dtype of its inputs."""
-
-    def run(problem: Problem, wants_state: bool) -> tuple[Tensor, Tensor | None]:
-        o, state = fast_weight_memory(
-            problem.q * problem.q.shape[-1] ** -0.5,
-            problem.k,
-            problem.v,
-            rule=recurrence.rule,
-            state=None if problem.state is None else FastWeightState(problem.state),
-            cu_seqlens=problem.bounds,
-            mask=problem.mask,
-            backend="reference",
-            log_decay=problem.g,
-            beta=problem.beta,
-        )
-        return o, state.W if wants_state else None
-
-    return run
+    return adapt(fast_weight_memory, "fastweights", recurrence, {"backend": "reference"})
 
 
 def errors(found: Results, exact: Results) -> dict[str, float]:

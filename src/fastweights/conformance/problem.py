@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -74,8 +74,7 @@ class Problem:
     @property
     def inputs(self) -> dict[str, Tensor]:
         """The tensors that a result can be differentiated by."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: x for name, x in named.items() if x is not None and x.is_floating_point()}
+        return {name: x for name, x in vars(self).items() if x is not None and x.is_floating_point()}
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Problem:
         """Return the same with every tensor of `inputs` changed."""
@@ -83,16 +82,17 @@ class Problem:
 
     def rows(self, rows: slice | Tensor) -> Problem:
         """Return the same with these rows of the batch only; not for packed sequences."""
-        named: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        cut: dict[str, Any] = {name: None if x is None else x[rows] for name, x in named.items()}
-        return Problem(**cut)
+        return replace(self, **{name: x[rows] for name, x in vars(self).items() if x is not None})
 
     def tokens(self, start: int, end: int) -> Problem:
         """Return the same with a stretch of time only."""
-        timed: dict[str, Any] = {name: getattr(self, name) for name in ("q", "k", "v", "g", "beta", "mask")}
-        cut: dict[str, Any] = {name: None if x is None else x[:, start:end] for name, x in timed.items()}
-        return replace(self, **cut)
+        timed = {name: x for name, x in vars(self).items() if x is not None and name not in ("state", "bounds")}
+        return replace(self, **{name: x[:, start:end] for name, x in timed.items()})
 
+
+# o (B, T, HV, V), and the final state (N, HV, K, V) where it is asked for.
+Found = tuple[Tensor, Tensor | None]
+Function = Callable[[Problem, bool], Found]
 
 HEAD_SIZE = 16
 
