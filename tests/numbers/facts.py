@@ -87,7 +87,7 @@ def _():
 
 @source("docs/experiments.md", "| stand-in | models and training |")
 def _():
-    wikipedia, wikitext2 = (STAND_INS[name].options["language"] for name in ("wikipedia", "wikitext2"))
+    wikipedia, wikitext2 = (STAND_INS[name] for name in ("wikipedia", "wikitext2"))
     yield wikipedia.settings["steps"]
     yield 100 * wikipedia.settings["steps"] / presets.RECIPES["small"]["steps"]
     yield from (WIKITEXT103.words, wikipedia.stride, wikitext2.settings["steps"], wikitext2.stride)

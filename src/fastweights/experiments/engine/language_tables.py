@@ -8,7 +8,7 @@ with limited context are scored by a sliding window, of which each position but 
 L - stride words; those with carried context in one go through the text.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,8 +32,6 @@ INPUTS = ("corpus", "set")
 _SCORE: Shape = {"ppl": float | None}
 _SCORES: Shape = {"valid": _SCORE, "test": _SCORE, "state_size?": int, "mem_len?": int}
 STORED = runner.stored({"words": int}, {**_SCORES, "evaluations?": [_SCORES]})
-SEEDS = (1111,)
-"""The authors' seed; the paper has one run of each model."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,11 @@ MODELS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageScale:
-    """`Scale.options` of a language-model table.
+class LanguageScale(Scale):
+    """A scale of language models, whose sizes are values of d_model.
 
     Args:
+        seeds: the authors' one; the paper has one run of each model.
         presets: of `models.presets`, by d_model.
         settings: fields of `training.language.plan` that differ from the preset's.
         stride: of the sliding window.
@@ -87,6 +86,8 @@ class LanguageScale:
         excerpt: the most words of each split, for a run that only shows that everything works.
     """
 
+    seeds: tuple[int, ...] = (1111,)
+    cost: str = ""
     presets: Mapping[int, str]
     settings: Mapping[str, Any] = field(default_factory=dict)
     stride: int = 1
@@ -96,6 +97,7 @@ class LanguageScale:
 
 
 SMOKE = LanguageScale(
+    sizes=(16,),
     presets={16: "tiny"},
     settings={"d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 32, "segment": 16, "batch_size": 4, "eval_batch": 4}
     | {"steps": 4, "eval_every": 2},
@@ -103,75 +105,68 @@ SMOKE = LanguageScale(
     memories=((3, 1), (16, 16)),
     rows=8,
     excerpt=600,
+    note="Four steps of training on 600 words: a check that everything runs, not a result.",
+    decides=False,
 )
-# A memory of 7 and a segment of 1 hold as many numbers as the fast weights: (7 + 1) x 2 x 64 = 4 x 16 x 16.
 SMALL = LanguageScale(
+    sizes=(64,),
     presets={64: "tiny"},
     settings={"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 256, "segment": 64, "batch_size": 16, "steps": 300},
     stride=32,
+    # A memory of 7 and a segment of 1 hold as many numbers as the fast weights: (7 + 1) x 2 x 64 = 4 x 16 x 16.
     memories=((7, 1), (16, 16), (32, 32), (64, 64)),
     rows=32,
+    note="A model of 2 layers with D = 64 and L = 64, trained for 300 steps (0.3 M words) on the documentation that "
+    "comes with Python in place of WikiText-103. It shows that the models learn, not how they compare when they are "
+    "trained as in the paper.",
+    decides=False,
 )
-PAPER = LanguageScale(presets={128: "small", 256: "medium"})
-CODE = replace(PAPER, settings={"first_step_full": True})
-# Five passes over 104 million words in steps of 96 x 256.
-WIKIPEDIA = LanguageScale(presets={128: "small"}, settings={"steps": 21_000, "precision": "bf16-mixed"}, stride=8)
+PAPER = LanguageScale(sizes=(128, 256), presets={128: "small", 256: "medium"})
+CODE = replace(
+    PAPER,
+    settings={"first_step_full": True},
+    note="As the released code does it: the very first update takes the full learning rate.",
+)
+PROTOCOL = {"paper": PAPER, "code": CODE}
+"""Tables 2 to 5 as in the paper, in both sizes: the protocol that other trainings are compared with."""
 
-SMOKE_NOTE = "Four steps of training on 600 words: a check that everything runs, not a result."
-SMALL_NOTE = (
-    "A model of 2 layers with D = 64 and L = 64, trained for 300 steps (0.3 M words) on the documentation that comes "
-    "with Python in place of WikiText-103. It shows that the models learn, not how they compare when they are trained "
-    "as in the paper."
-)
-CODE_NOTE = "As the released code does it: the very first update takes the full learning rate."
-WIKIPEDIA_NOTE = (
-    "A small part of the paper's training in its small configuration: bfloat16 products, evaluated with a sliding "
+WIKIPEDIA = LanguageScale(
+    sizes=(128,),
+    presets={128: "small"},
+    # Five passes over 104 million words in steps of 96 x 256.
+    settings={"steps": 21_000, "precision": "bf16-mixed"},
+    stride=8,
+    label="the paper's recipe",
+    cost="6 min a model and 21,000 steps on an H200 with --set compile=default --set graph=true",
+    note="A small part of the paper's training in its small configuration: bfloat16 products, evaluated with a sliding "
     "window that moves on by 8 words, with carried context in one go. The text wikipedia-100m is other articles of "
     "Wikipedia in the format of WikiText-103, with as many words in its vocabulary. Models trained on it are scored on "
     "WikiText-103's own validation and test sets: none of their articles are in it, and 0.5 % of their words are "
-    "outside its vocabulary and stand as <unk>."
+    "outside its vocabulary and stand as <unk>.",
+    decides=False,
 )
-FAST_NOTE = (
-    "The recipe is small-fast, the same for every model and chosen by short trainings of the Delta Network and their "
-    "validation perplexity: test is the cleaner column."
-)
-WIKITEXT2_NOTE = (
-    "4 layers, D = 128, L = 128, 3600 steps of 2048 words (3.5 epochs of WikiText-2), evaluated with a sliding window "
-    "that moves on by 64 words: learning on real text within the hour on two CPU cores."
-)
-_WIKIPEDIA_COST = "6 min a model and 21,000 steps on an H200 with --set compile=default --set graph=true"
-
-
-def at_scale(language: LanguageScale, sizes: Sequence[int] = (), measured: Any = None, **rest: Any) -> Scale:
-    """Return a scale of language models at these values of d_model, or at every one that has a preset."""
-    options = {"language": language, **(measured or {})}
-    return Scale(sizes=tuple(sizes or language.presets), seeds=SEEDS, options=options, **rest)
-
-
 STAND_INS = {
-    "wikipedia-fast": at_scale(
-        replace(WIKIPEDIA, presets={128: "small-fast"}),
+    "wikipedia-fast": replace(
+        WIKIPEDIA,
+        presets={128: "small-fast"},
         label="a faster recipe",
-        cost=_WIKIPEDIA_COST,
-        note=f"{FAST_NOTE} {WIKIPEDIA_NOTE}",
-        decides=False,
+        note="The recipe is small-fast, the same for every model and chosen by short trainings of the Delta Network "
+        f"and their validation perplexity: test is the cleaner column. {WIKIPEDIA.note}",
     ),
-    "wikipedia": at_scale(
-        WIKIPEDIA, label="the paper's recipe", cost=_WIKIPEDIA_COST, note=WIKIPEDIA_NOTE, decides=False
-    ),
-    "wikitext2": at_scale(
-        LanguageScale(presets={128: "tiny"}, settings={"steps": 3600}, stride=64),
+    "wikipedia": WIKIPEDIA,
+    "wikitext2": LanguageScale(
+        sizes=(128,),
+        presets={128: "tiny"},
+        settings={"steps": 3600},
+        stride=64,
         label="a tiny model",
         cost="15 min a model on 2 cores",
-        note=WIKITEXT2_NOTE,
+        note="4 layers, D = 128, L = 128, 3600 steps of 2048 words (3.5 epochs of WikiText-2), evaluated with a "
+        "sliding window that moves on by 64 words: learning on real text within the hour on two CPU cores.",
         decides=False,
     ),
 }
 """Other data and budgets of Tables 2 to 5, each in one size."""
-
-
-PROTOCOL = {"paper": at_scale(PAPER, cost=""), "code": at_scale(CODE, cost="")}
-"""Tables 2 to 5 as in the paper, in both sizes: the protocol that other trainings are compared with."""
 
 
 def labels(*names: str) -> dict[str, str]:
@@ -180,11 +175,11 @@ def labels(*names: str) -> dict[str, str]:
 
 
 def configure(
-    scales: Mapping[str, Scale], *place: Any, corpus: Mapping[str, Any], set: Mapping[str, Any]
+    scales: Mapping[str, LanguageScale], *place: Any, corpus: Mapping[str, Any], set: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Return the whole configuration of the cell at `place` (scale, model, size, seed) in a table with those scales."""
     scale, model, size, seed = place
-    at, row = scales[scale].options["language"], MODELS[model]
+    at, row = scales[scale], MODELS[model]
     runner.check_settings(FIELDS, set)
     choice = {"preset": at.presets[size], **row.choice, **at.settings, "seed": seed, **set}
     found = plan(corpus["words"], **choice)
@@ -300,11 +295,11 @@ def experiment(
     """
     smoke, small, full = costs
     scales = {
-        "smoke": at_scale(SMOKE, cost=smoke, note=SMOKE_NOTE, decides=False),
-        "small": at_scale(SMALL, cost=small, note=f"{SMALL_NOTE} {small_note}".strip(), decides=False),
+        "smoke": replace(SMOKE, cost=smoke),
+        "small": replace(SMALL, cost=small, note=f"{SMALL.note} {small_note}".strip()),
         **STAND_INS,
-        "code": at_scale(CODE, tuple(numbers), cost=full, note=CODE_NOTE),
-        "paper": at_scale(PAPER, tuple(numbers), cost=full),
+        "code": replace(CODE, sizes=tuple(numbers), cost=full),
+        "paper": replace(PAPER, sizes=tuple(numbers), cost=full),
     }
     shared: dict[str, Any] = {
         "run": run,

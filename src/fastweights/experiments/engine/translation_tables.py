@@ -66,8 +66,8 @@ MODELS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TranslationScale:
-    """`Scale.options` of the table.
+class TranslationScale(Scale):
+    """A scale of the table, whose sizes are values of d_model.
 
     Args:
         presets: of `models.translation_presets`, by d_model.
@@ -115,11 +115,11 @@ make_inputs = inputs_from(lambda: _numbers(), "to translate number words", _fold
 
 
 def configure(
-    scales: Mapping[str, Scale], *place: Any, corpus: Mapping[str, Any], set: Mapping[str, Any]
+    scales: Mapping[str, TranslationScale], *place: Any, corpus: Mapping[str, Any], set: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Return the whole configuration of the cell at `place` (scale, model, size, seed) in a table with those scales."""
     scale, model, size, seed = place
-    at, row = scales[scale].options["translation"], MODELS[model]
+    at, row = scales[scale], MODELS[model]
     if size not in at.presets:
         known = ", ".join(f"{width} ({preset})" for width, preset in at.presets.items())
         raise ValueError(f"at scale {scale} d_model is one of {known}, got {size}")

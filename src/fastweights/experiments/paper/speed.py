@@ -40,7 +40,7 @@ from fastweights.experiments.engine.experiment import (
     Table,
     UserInput,
 )
-from fastweights.experiments.engine.language_tables import SMALL, SMOKE, LanguageScale, at_scale
+from fastweights.experiments.engine.language_tables import SMALL, SMOKE, LanguageScale
 from fastweights.experiments.engine.runner import local_settings, measure_each, reset_peak_and_compiler, training_of
 from fastweights.models.language_model import LanguageModelConfig
 from fastweights.training.engine.distributed import launch
@@ -73,20 +73,22 @@ LABELS = {
 MARGINAL = 0.85
 """The delta rule's cost is marginal where it keeps this share of the sum rule's words a second, in as much memory."""
 
-PAPER_SIZES = LanguageScale(presets={128: "small"})
-
-
-_SMOKE_NOTE = "A few updates: a check that everything runs, not a result."
-_SMALL_NOTE = "The reduced model of the tables at this scale, on whatever this machine is: it decides nothing."
-_FULL = {"stretches": 5, "updates": 20, "words": WIKITEXT103.words}
+# Of each model: timed stretches, updates of a stretch, words of the vocabulary.
 _FEW, _SOME = {"stretches": 1, "updates": 2, "words": 500}, {"stretches": 3, "updates": 8, "words": 5_693}
+_FULL = {"stretches": 5, "updates": 20, "words": WIKITEXT103.words}
+_PAPER_SIZE = LanguageScale(sizes=(128,), presets={128: "small"}, options=_FULL, cost="10 min on a GPU")
 SCALES = {
-    "smoke": at_scale(SMOKE, measured=_FEW, cost="3 s", note=_SMOKE_NOTE, decides=False),
-    "small": at_scale(SMALL, measured=_SOME, cost="1 min on 2 cores", note=_SMALL_NOTE, decides=False),
-    "code": at_scale(PAPER_SIZES, measured=_FULL, cost="10 min on a GPU", note="As scale paper."),
-    "paper": at_scale(
-        PAPER_SIZES, measured=_FULL, cost="10 min on a GPU", note="As in training, but for updates only."
+    "smoke": replace(
+        SMOKE, options=_FEW, cost="3 s", note="A few updates: a check that everything runs, not a result."
     ),
+    "small": replace(
+        SMALL,
+        options=_SOME,
+        cost="1 min on 2 cores",
+        note="The reduced model of the tables at this scale, on whatever this machine is: it decides nothing.",
+    ),
+    "code": replace(_PAPER_SIZE, note="As scale paper."),
+    "paper": replace(_PAPER_SIZE, note="As in training, but for updates only."),
 }
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from fastweights.experiments.engine import translation_tables
 from fastweights.experiments.engine.experiment import (
     NOT_RUN,
     CellRecord,
@@ -21,20 +22,10 @@ from fastweights.experiments.engine.experiment import (
     Experiment,
     Plot,
     Results,
-    Scale,
     Table,
 )
 from fastweights.experiments.engine.perplexity import all_hold, all_of
-from fastweights.experiments.engine.translation_tables import (
-    INPUTS,
-    MODELS,
-    SPLITS,
-    STORED,
-    TranslationScale,
-    configure,
-    make_inputs,
-    run,
-)
+from fastweights.experiments.engine.translation_tables import MODELS, SPLITS, TranslationScale, configure
 from fastweights.training.tasks.translation import FIELDS
 
 Pair = tuple[float, float]
@@ -60,21 +51,10 @@ TITLES = {"europarl-de-en, en-de": "Europarl"}
 SIZE = 1024
 """d_model of the paper's models."""
 
-SMOKE = TranslationScale(
-    presets={16: "tiny"},
-    settings={"d_model": 16, "n_heads": 2, "d_ff": 32, "encoder_layers": 1, "decoder_layers": 1, "max_tokens": 200}
-    | {"steps": 4, "eval_every": 2, "bleu_sentences": 4},
-    sentences=4,
-)
-SMALL = TranslationScale(
-    presets={64: "tiny"}, settings={"steps": 500, "eval_every": 250, "bleu_sentences": 100}, sentences=200
-)
-FULL = TranslationScale(
-    presets={1024: "big", 512: "base"}, settings={"precision": "bf16-mixed", "bleu_sentences": 3000}
-)
-PAPER_SCALE = Scale(
-    sizes=(1024,),
-    options={"translation": FULL},
+PAPER_SCALE = TranslationScale(
+    sizes=(SIZE,),
+    presets={1024: "big", 512: "base"},
+    settings={"precision": "bf16-mixed", "bleu_sentences": 3000},
     cost="weeks on one GPU; --sizes 512 is the smaller `base`",
     note="Only cells trained on WMT14 with D = 1024 can be compared with the paper's BLEU; what the models learned "
     "from is said in the table. φ is in all three attentions, with the sum rule and attention normalisation. "
@@ -83,16 +63,21 @@ PAPER_SCALE = Scale(
     "anew for each batch, but only once in a training of less than a tenth of the preset's updates.",
 )
 SCALES = {
-    "smoke": Scale(
+    "smoke": TranslationScale(
         sizes=(16,),
-        options={"translation": SMOKE},
+        presets={16: "tiny"},
+        settings={"d_model": 16, "n_heads": 2, "d_ff": 32, "encoder_layers": 1, "decoder_layers": 1, "max_tokens": 200}
+        | {"steps": 4, "eval_every": 2, "bleu_sentences": 4},
+        sentences=4,
         cost="10 s",
         note="Four steps of training: a check that everything runs, not a result.",
         decides=False,
     ),
-    "small": Scale(
+    "small": TranslationScale(
         sizes=(64,),
-        options={"translation": SMALL},
+        presets={64: "tiny"},
+        settings={"steps": 500, "eval_every": 250, "bleu_sentences": 100},
+        sentences=200,
         cost="2 min on 2 cores",
         note="Number words in place of WMT14: lists of English numbers to German ones, scored on numbers that never "
         "came up in training. Two layers each with D = 64 and d_key = 16. BLEU is not comparable with the paper's: a "
@@ -231,15 +216,15 @@ EXPERIMENT = Experiment(
     scales=SCALES,
     configure=partial(configure, SCALES),
     configure_as_paper=configure_as_paper,
-    run=run,
+    run=translation_tables.run,
     claims=claims,
     plot=Plot(kind="learning", x_label="training steps", y_label="validation BLEU"),
     paper=paper,
     table=table,
-    make_inputs=make_inputs,
-    inputs=INPUTS,
+    make_inputs=translation_tables.make_inputs,
+    inputs=translation_tables.INPUTS,
     fields=FIELDS,
-    stored=STORED,
+    stored=translation_tables.STORED,
     needs=("lightning_fabric", "sacrebleu", "tokenizers"),
     paper_corpus="WMT14 en-de",
     describe=describe,
