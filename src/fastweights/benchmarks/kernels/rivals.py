@@ -23,7 +23,6 @@ class Rival:
 
     Attributes:
         name: for the table.
-        group: the name that `--rivals` has for it.
         function: of q, k, v and gates.
         environment: variables that are set while it runs.
         processes: that compile for it ahead of the measurement; 0 for what runs in the process of the benchmark.
@@ -32,7 +31,6 @@ class Rival:
     """
 
     name: str
-    group: str
     function: Callable[..., Tensor]
     environment: Mapping[str, str] = field(default_factory=dict)
     processes: int = 0
@@ -70,25 +68,25 @@ ONLY_TRITON = {"FLA_TILELANG": "0"}
 
 def ours(row: Row) -> Rival:
     """Return the kernels of this package, with the arguments of a rival."""
-    return Rival("fastweights", "fastweights", memory(row, "triton"), processes=1)
+    return Rival("fastweights", memory(row, "triton"), processes=1)
 
 
 def rivals_of(row: Row, dtype: str, which: tuple[str, ...]) -> Iterator[Rival]:
     """Yield those of `which` that take a row."""
     _, T, _, D, M = row.shape
     if "chunked" in which:
-        yield Rival("chunked", "chunked", memory(row, "chunked"))
+        yield Rival("chunked", memory(row, "chunked"))
         if T < 2048:
             # Compiled it takes as long to compile as there are chunks.
-            yield Rival("chunked, compiled", "chunked", _compiled(memory(row, "chunked")))
+            yield Rival("chunked, compiled", _compiled(memory(row, "chunked")))
     if "sdpa" in which and dtype != "float32":
-        yield Rival("sdpa", "sdpa", _attention, computes_the_row=False)
+        yield Rival("sdpa", _attention, computes_the_row=False)
     if "fla" in which and has("fla"):
         yield from _fla(row, dtype)
     only = ("gated_delta", False, 128, 128, "bfloat16")
     if "flashqla" in which and has("flash_qla") and (row.rule, row.per_key, D, M, dtype) == only:
         function = _called(row, "flash_qla", "chunk_gated_delta_rule", auto_cp=True)
-        yield Rival("flashqla", "flashqla", function, processes=2, rounds_beta=True)
+        yield Rival("flashqla", function, processes=2, rounds_beta=True)
 
 
 def _fla(row: Row, dtype: str) -> Iterator[Rival]:
@@ -104,10 +102,10 @@ def _fla(row: Row, dtype: str) -> Iterator[Rival]:
             continue
         call, processes = _called(row, module, function), COMPILING.get(function, 1)
         if function == "chunk_kda" and has("tilelang"):
-            yield Rival(f"{name}, only Triton", "fla", call, OWN_KERNELS | ONLY_TRITON, processes, rounds_beta=True)
+            yield Rival(f"{name}, only Triton", call, OWN_KERNELS | ONLY_TRITON, processes, rounds_beta=True)
             # What it has beyond that is one kernel.
             processes = 1
-        yield Rival(name, "fla", call, OWN_KERNELS, processes, rounds_beta=True)
+        yield Rival(name, call, OWN_KERNELS, processes, rounds_beta=True)
 
 
 def has(package: str) -> bool:
