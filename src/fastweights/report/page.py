@@ -19,13 +19,14 @@ _TABLE = """<svg class="thumb" viewBox="0 0 60 40" aria-hidden="true">
 def page(chapters: Sequence[Chapter]) -> str:
     """Return the page."""
     seen: Seen = {}
+    claims = [claim for chapter in chapters for claim in chapter.claims]
     sections = "".join(section(chapter, seen) for chapter in chapters)
     style = stylesheet(Path(__file__).parent / "page.css")
     body = f"""<header>
 <p class="kicker">fastweights results</p>
 <h1>Linear Transformers Are Secretly Fast Weight Programmers, reproduced</h1>
 <p>Every figure and table of the paper by Schlag, Irie and Schmidhuber (ICML 2021), trained again with this library and
-compared with what the paper says. {escape(_total(chapters))}.</p>
+compared with what the paper says. Of {len(claims)} statements, {escape(tally(claims))}.</p>
 {_headline(chapters)}
 </header>
 <main>
@@ -36,11 +37,6 @@ compared with what the paper says. {escape(_total(chapters))}.</p>
 {_machines(chapters)}
 """
     return document("fastweights results", style, body)
-
-
-def _total(chapters: Sequence[Chapter]) -> str:
-    claims = [claim for chapter in chapters for claim in chapter.claims]
-    return f"Of {len(claims)} statements, {tally(claims)}"
 
 
 def _headline(chapters: Sequence[Chapter]) -> str:

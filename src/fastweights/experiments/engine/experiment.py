@@ -297,14 +297,11 @@ class Experiment:
         decides = self.scales[scale].decides if scale else True
         if scale in FULL and not self.is_full(results.records):
             decides = ()
-
-        def decided(claim: Claim) -> bool:
-            return decides if isinstance(decides, bool) else claim.text in decides
-
-        def beyond(claim: Claim) -> Claim:
-            return replace(claim, holds=None, needs=self.decided_by)
-
-        return [claim if decided(claim) else beyond(claim) for claim in self.claims(results)]
+        judged = []
+        for claim in self.claims(results):
+            decided = decides if isinstance(decides, bool) else claim.text in decides
+            judged.append(claim if decided else replace(claim, holds=None, needs=self.decided_by))
+        return judged
 
     def is_full(self, records: Sequence[CellRecord]) -> bool:
         """Return whether results have the paper's data and budget."""

@@ -26,6 +26,10 @@ from fastweights.experiments.engine.register import EXPERIMENTS, known_scales
 from fastweights.experiments.engine.shape import Shape, mismatch
 
 FORMAT = 1
+_REMEDY = "nothing was changed; move it away or choose another folder with --out"
+_BROKEN = (ValueError, KeyError, TypeError, OSError)
+"""What reading a file raises that was cut short or changed by hand."""
+
 _ENTRY: Shape = {
     "config": {"scale": str, "model": str, "size": int, "seed": int},
     "metrics": {},
@@ -70,26 +74,19 @@ class Store:
         path = self.folder(name) / "results.json"
         if not path.exists():
             return None
-        remedy = "nothing was changed; move it away or choose another folder with --out"
         try:
-            content = _load(path)
-            found = content["format"]
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise BadInput(f"{path} is cut short or not a results file ({_reason(error)}); {remedy}") from None
-        if found != FORMAT:
-            raise BadInput(f"{path} has format {found!r}, this version reads format {FORMAT}; {remedy}")
-        try:
+            content = _read(path)
             if content["experiment"] != name:
                 raise ValueError(f"it holds {content['experiment']!r}, not {name!r}")
             scale, entries = content["scale"], list(content["cells"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadInput(f"{path} is not a results file ({_reason(error)}); {remedy}") from None
+        except _BROKEN as error:
+            raise BadInput(f"{path} is cut short or not a results file ({_reason(error)}); {_REMEDY}") from None
         records, unreadable = [], []
         for number, entry in enumerate(entries, 1):
             try:
                 records.append(_record(entry))
-            except (ValueError, KeyError, TypeError) as error:
-                unreadable.append(f"{path} is not a results file (cell {number}: {_reason(error)}); {remedy}")
+            except _BROKEN as error:
+                unreadable.append(f"{path} is not a results file (cell {number}: {_reason(error)}); {_REMEDY}")
         for message in unreadable:
             self._warn_once(message)
         if not isinstance(scale, str) or scale not in known_scales():
@@ -156,7 +153,7 @@ class Store:
         try:
             found: dict[str, Any] = _load(path) if path.exists() else {}
             _ = [corpus["sets"].items() for corpus in found.values()]
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        except (*_BROKEN, AttributeError) as error:
             raise BadInput(f"{path} is not a list of corpora ({_reason(error)}); move it away") from None
         return found
 
@@ -208,20 +205,13 @@ class Store:
 
     def _read_cell(self, path: Path) -> CellRecord | None:
         try:
-            content = _load(path)
-            found = content["format"]
-            if found == FORMAT:
-                record = _record(content)
-                if record.slug != path.stem:
-                    raise ValueError("its configuration does not match its name")
-                return record
-        except (ValueError, KeyError, TypeError, OSError) as error:
+            record = _record(_read(path))
+            if record.slug != path.stem:
+                raise ValueError("its configuration does not match its name")
+        except _BROKEN as error:
             self._warn_once(f"{path} is broken ({_reason(error)}) and counts as not run")
             return None
-        raise BadInput(
-            f"{path} has format {found!r}, this version reads format {FORMAT}; nothing was changed; "
-            f"move it away or choose another folder with --out"
-        )
+        return record
 
     def clear_temporaries(self, name: str) -> None:
         """Remove what a killed run left in the middle of a write."""
@@ -317,6 +307,15 @@ def _moved(record: CellRecord, stand_in: str) -> CellRecord:
 
 def _content(record: CellRecord) -> bytes:
     return _dump({"format": FORMAT, **_entry(record)}).encode()
+
+
+def _read(path: Path) -> Any:
+    """Read a file of results, or raise a BadInput where it is of another version."""
+    content = _load(path)
+    if content["format"] != FORMAT:
+        found = f"{path} has format {content['format']!r}, this version reads format {FORMAT}"
+        raise BadInput(f"{found}; {_REMEDY}")
+    return content
 
 
 def _load(path: Path) -> Any:

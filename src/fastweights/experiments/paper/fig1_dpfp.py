@@ -59,28 +59,28 @@ def measure(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+STATEMENTS = {
+    "Off the axes, every point has exactly one non-zero component": "exactly one",
+    "The four components split the plane equally": "a quarter each",
+    "Points of different quadrants are orthogonal after the projection": "φ(x)·φ(y) = 0",
+    "The library's DPFP-1 is the four products φ₁ … φ₄ of Sec. 5.4": "equal, in any order",
+}
+
+
 def claims(results: Results) -> list[Claim]:
-    texts = {
-        "one": ("Off the axes, every point has exactly one non-zero component", "exactly one"),
-        "share": ("The four components split the plane equally", "a quarter each"),
-        "overlap": ("Points of different quadrants are orthogonal after the projection", "φ(x)·φ(y) = 0"),
-        "equations": ("The library's DPFP-1 is the four products φ₁ … φ₄ of Sec. 5.4", "equal, in any order"),
-    }
     if not results.records:
-        return [Claim(text, NOT_RUN, paper, None) for text, paper in texts.values()]
+        return [Claim(text, NOT_RUN, paper, None) for text, paper in STATEMENTS.items()]
     m = results.records[0].metrics
-    least, most = m["least_nonzero"], m["most_nonzero"]
+    least, most, shares = m["least_nonzero"], m["most_nonzero"], m["shares"]
     count = "exactly one" if least == most == 1 else f"{least} to {most}"
-    found = {
-        "one": (f"{count} at {m['points']} points", least == most == 1),
-        "share": (
-            ", ".join(f"{share:.0%}" for share in m["shares"]),
-            len(m["shares"]) == 4 and set(m["shares"]) == {0.25},
-        ),
-        "overlap": (f"largest φ(x)·φ(y): {m['largest_overlap']:g}", m["largest_overlap"] == 0),
-        "equations": (f"largest difference: {m['distance_to_equations']:g}", m["distance_to_equations"] < 1e-12),
-    }
-    return [Claim(text, found[key][0], paper, found[key][1]) for key, (text, paper) in texts.items()]
+    found = [
+        (f"{count} at {m['points']} points", least == most == 1),
+        (", ".join(f"{share:.0%}" for share in shares), len(shares) == 4 and set(shares) == {0.25}),
+        (f"largest φ(x)·φ(y): {m['largest_overlap']:g}", m["largest_overlap"] == 0),
+        (f"largest difference: {m['distance_to_equations']:g}", m["distance_to_equations"] < 1e-12),
+    ]
+    statements = zip(STATEMENTS.items(), found, strict=True)
+    return [Claim(text, ours, paper, holds) for (text, paper), (ours, holds) in statements]
 
 
 EXPERIMENT = measured(

@@ -22,24 +22,13 @@ from typing import Any
 
 from fastweights.experiments.engine import retrieval
 from fastweights.experiments.engine.experiment import Claim, Plot, Results, Scale
-from fastweights.experiments.engine.retrieval import (
-    CODE_NOTE,
-    CODE_OPTIONS,
-    FAILURE,
-    SMOKE,
-    TARGET,
-    beats,
-    d_dot,
-    figure,
-    not_run,
-    show,
-)
+from fastweights.experiments.engine.retrieval import FAILURE, TARGET, not_run, show
 
 SIZES = tuple(range(20, 601, 20))
 PAPER_LIMITS = {"linear": 64, "dpfp-1": 128, "dpfp-2": 256, "dpfp-3": 384}
 AT_LIMIT = {model: f"{retrieval.SETTING_1[model]} starts to fail where S passes its d_dot" for model in PAPER_LIMITS}
 SCALES = {
-    "smoke": SMOKE,
+    "smoke": retrieval.SMOKE,
     "small": Scale(
         sizes=(12, 24, 48, 80, 120),
         options={"d_key": 16, "max_steps": 3000},
@@ -47,7 +36,7 @@ SCALES = {
         note="d_key 16 in place of 64, so the capacities are 16, 32, 64 and 96; at most 3000 steps.",
         decides=tuple(AT_LIMIT.values()),
     ),
-    "code": Scale(sizes=SIZES, options=CODE_OPTIONS, cost="5 min on an H200", note=CODE_NOTE),
+    "code": Scale(sizes=SIZES, options=retrieval.CODE_OPTIONS, cost="5 min on an H200", note=retrieval.CODE_NOTE),
     "paper": Scale(sizes=SIZES, cost="3 min on an H200"),
 }
 PAPER_ONSETS = {"linear": "errors from S = 60 on; limit 64"}
@@ -59,7 +48,7 @@ def claims(results: Results) -> list[Claim]:
     return [
         *(fails_at_its_limit(results, model) for model in PAPER_LIMITS),
         favor_never_solves(results),
-        beats(results, "softmax", rivals, "Softmax has the lowest loss at every S", "at every S"),
+        retrieval.beats(results, "softmax", rivals, "Softmax has the lowest loss at every S", "at every S"),
         softmax_struggles(results),
     ]
 
@@ -71,7 +60,7 @@ def fails_at_its_limit(results: Results, model: str) -> Claim:
     sizes = results.sizes(model)
     if not sizes:
         return not_run(text, paper)
-    limit = d_dot(results.of(model)[0].config)
+    limit = retrieval.d_dot(results.of(model)[0].config)
     assert limit is not None
     # Not `loss > FAILURE`: NaN has to fail.
     failed = next((size for size in sizes if not results.mean(model, size) <= FAILURE), None)
@@ -118,7 +107,7 @@ def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if limit is None else {"capacity": limit}
 
 
-EXPERIMENT = figure(
+EXPERIMENT = retrieval.figure(
     1,
     SCALES,
     name="fig2",

@@ -16,21 +16,10 @@ Transformer-XL is trained as its own script does it, 200,000 steps with a warm-u
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastweights.experiments.engine import language_tables
+from fastweights.experiments.engine import language_tables, perplexity
 from fastweights.experiments.engine.corpora import SPLITS
 from fastweights.experiments.engine.experiment import NOT_RUN, Claim, Results, Table
-from fastweights.experiments.engine.perplexity import (
-    PAPER_HEADER,
-    Pair,
-    Shown,
-    is_lower,
-    lower,
-    mean,
-    paper_entry,
-    paper_numbers,
-    show,
-    show_pair,
-)
+from fastweights.experiments.engine.perplexity import Pair, Shown, is_lower, show_pair
 from fastweights.experiments.paper import table2, table3
 
 LIMITED = {"linear": table2.PAPER[256]["linear"], "delta-nopos": table3.PAPER["delta-nopos"]}
@@ -66,7 +55,7 @@ def claims(results: Results) -> list[Claim]:
             "over 1600 against over 260",
             lambda without, normalised: is_lower(normalised, without),
         ),
-        lower(
+        perplexity.lower(
             results,
             "delta-carried",
             "delta-nopos",
@@ -82,7 +71,7 @@ def compared(
     results: Results, models: tuple[str, str], text: str, paper: str, holds: Callable[[Pair, Pair], bool]
 ) -> Claim:
     """Judge the perplexities of two models at the one size of the table."""
-    pairs = [mean(results, model, size) for size in results.sizes()[:1] for model in models]
+    pairs = [perplexity.mean(results, model, size) for size in results.sizes()[:1] for model in models]
     found = [pair for pair in pairs if pair is not None]
     if len(found) < 2:
         return Claim(text, NOT_RUN, paper, None)
@@ -128,7 +117,7 @@ def _state(metrics: Mapping[str, Any]) -> tuple[int, Pair] | None:
 
 
 def table(results: Results) -> Table:
-    header = ("model", "validation", "test", *PAPER_HEADER, "state", "parameters")
+    header = ("model", "validation", "test", *perplexity.PAPER_HEADER, "state", "parameters")
     rows: list[tuple[str, ...]] = []
     for model, label in LABELS.items():
         for record in results.of(model):
@@ -146,9 +135,9 @@ def table(results: Results) -> Table:
 def _paper_row(model: str, number: int, size: int) -> tuple[str, str]:
     """Return the paper's numbers; those of Transformer-XL by the order of its memories."""
     if model != "xl":
-        return paper_numbers(SHOWN.get(model), size, 256)
+        return perplexity.paper_numbers(SHOWN.get(model), size, 256)
     memory, pair = list(PAPER_XL.items())[number] if number < len(PAPER_XL) else (0, None)
-    valid, test = paper_numbers(pair, 256, 256)
+    valid, test = perplexity.paper_numbers(pair, 256, 256)
     return (valid, test) if size == 256 else (f"{valid} (memory {memory})", f"{test} (memory {memory})")
 
 
@@ -158,13 +147,13 @@ def _count(state: int | None) -> str:
 
 def show_found(found: Mapping[str, Any], split: str) -> str:
     value = (found.get(split) or {}).get("ppl")
-    return "diverged" if value is None else show(value)
+    return "diverged" if value is None else perplexity.show(value)
 
 
 def paper(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if config["size"] != 256:
         return None
-    found = paper_entry(SHOWN.get(config["model"]))
+    found = perplexity.paper_entry(SHOWN.get(config["model"]))
     if config["model"] != "xl":
         return found
     return {**(found or {}), "memories": {str(memory): pair for memory, pair in PAPER_XL.items()}}
