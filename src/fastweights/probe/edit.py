@@ -21,10 +21,7 @@ def overwrite(state: FastWeightState, keys: Tensor, values: Tensor) -> FastWeigh
     Raises:
         ValueError: a key is 0, or keys of one head depend on each other linearly, so that no state may answer all.
     """
-    check_rows(state, "keys", keys, "D", state.W.shape[2])
-    check_rows(state, "values", values, "M", state.W.shape[3])
-    if values.shape[1] != keys.shape[1]:
-        raise ValueError(f"there must be one value for each key, got {values.shape[1]} for {keys.shape[1]} keys")
+    check_rows(state, keys, values)
     dtype = state.W.dtype
     k, target = keys.to(dtype).transpose(1, 2), values.to(dtype).transpose(1, 2)
     gram = k @ k.mT

@@ -30,16 +30,13 @@ def recall(state: FastWeightState, keys: Tensor, values: Tensor | None = None) -
 
     A state with an accumulator z, from attention normalisation, is read as the memory itself reads it: W k / (z·k).
     """
-    check_rows(state, "keys", keys, "D", state.W.shape[2])
+    check_rows(state, keys, values)
     keys = keys.to(state.W.dtype)
     value = torch.einsum("bshd,bhdm->bshm", keys, state.W)
     if state.z is not None:
         value = safe_divide(value, torch.einsum("bshd,bhd->bsh", keys, state.z).unsqueeze(-1))
     if values is None:
         return Recall(value)
-    check_rows(state, "values", values, "M", state.W.shape[3])
-    if values.shape[1] != keys.shape[1]:
-        raise ValueError(f"there must be one value for each key, got {values.shape[1]} for {keys.shape[1]} keys")
     values = values.to(value.dtype)
     return Recall(value, cosine(value, values), relative_error(value, values))
 
@@ -55,16 +52,19 @@ def relative_error(value: Tensor, expected: Tensor) -> Tensor:
     return (value - expected).norm(dim=-1) / torch.where(size > 0, size, 1)
 
 
-def check_rows(state: FastWeightState, name: str, x: Tensor, axis: str, size: int) -> None:
-    """Refuse keys or values that do not fit a state."""
+def check_rows(state: FastWeightState, keys: Tensor, values: Tensor | None) -> None:
+    """Refuse keys and values that do not fit a state or each other."""
     if not isinstance(state, FastWeightState):
         raise TypeError(f"state must be a FastWeightState, got {type(state).__name__}")
-    B, H = state.W.shape[:2]
-    if x.dim() != 4 or (x.shape[0], *x.shape[2:]) != (B, H, size):
-        raise ValueError(
-            f"{name} must have shape (B, S, H, {axis}) = ({B}, S, {H}, {size}) for a state with W of shape "
-            f"{tuple(state.W.shape)}, got {tuple(x.shape)}"
-        )
+    B, H, D, M = state.W.shape
+    for name, x, axis, size in (("keys", keys, "D", D), ("values", values, "M", M)):
+        if x is not None and (x.dim() != 4 or (x.shape[0], *x.shape[2:]) != (B, H, size)):
+            raise ValueError(
+                f"{name} must have shape (B, S, H, {axis}) = ({B}, S, {H}, {size}) for a state with W of shape "
+                f"{tuple(state.W.shape)}, got {tuple(x.shape)}"
+            )
+    if values is not None and values.shape[1] != keys.shape[1]:
+        raise ValueError(f"there must be one value for each key, got {values.shape[1]} for {keys.shape[1]} keys")
 
 
 def inputs_of(layer: FastWeightAttention, x: Tensor, state: FastWeightState | None = None) -> dict[str, Any]:
