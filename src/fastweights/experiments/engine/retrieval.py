@@ -20,6 +20,8 @@ from fastweights.experiments.engine.experiment import (
     storable,
 )
 from fastweights.experiments.engine.shape import CURVE, Shape
+from fastweights.feature_maps import feature_map
+from fastweights.models.retrieval import MODELS
 from fastweights.training.tasks.retrieval import train
 from fastweights.training.tasks.retrieval_cell import RetrievalConfig
 
@@ -127,15 +129,10 @@ def at_one_size(
 
 def d_dot(config: Mapping[str, Any]) -> int | None:
     """Return the size of phi(k), the number of associations the memory can hold; None for softmax, without a limit."""
-    d_key: int = config["d_key"]
-    match config["model"].split("-"):
-        case ["linear", *_]:
-            return d_key
-        case ["dpfp", nu, *_]:
-            return 2 * d_key * int(nu)
-        case ["favor", m, *_]:
-            return 2 * int(m)
-    return None
+    entry = {**MODELS[1], **MODELS[2]}[config["model"]]
+    if entry.rule == "softmax":
+        return None
+    return feature_map(entry.feature_map, config["d_key"], **entry.options).dim
 
 
 def show(loss: float) -> str:
