@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fastweights.benchmarks.record import Out, Record
-from fastweights.benchmarks.timing import attempt, kernel_times
+from fastweights.benchmarks.timing import attempt, kernel_times, seconds
 from fastweights.commands.options import AsJson, chosen_names, input_errors, option, require
 from fastweights.common.tables import look_up
 from fastweights.data.text.corpus import Corpus, TokenStream
@@ -182,16 +182,14 @@ def measure(learner: Learner, steps: int, blocks: int = 5) -> dict[str, Any]:
         learner.advance()
     words = learner.read()["tokens"] / (WARMUP_UPDATES + 4)
     first = time.perf_counter() - start
-    times = []
-    for _ in range(blocks):
-        begin = time.perf_counter()
+
+    def block() -> None:
         for _ in range(steps):
             learner.advance()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) / steps)
-    seconds = statistics.median(times)
-    result: dict[str, Any] = {"step_ms": 1e3 * seconds, "words_per_s": words / seconds, "prepare_s": first}
+
+    times = [seconds(block, learner.device) / steps for _ in range(blocks)]
+    median = statistics.median(times)
+    result: dict[str, Any] = {"step_ms": 1e3 * median, "words_per_s": words / median, "prepare_s": first}
     result |= {"spread_ms": [1e3 * min(times), 1e3 * max(times)], "loss": learner.read()["loss"]}
     if cuda:
         result["peak_bytes"] = torch.cuda.max_memory_allocated()

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from fastweights.benchmarks.memory_rivals import RIVALS, SEED, Shape, steps
 from fastweights.benchmarks.record import Out, Record, Repeats
-from fastweights.benchmarks.timing import failure_noted
+from fastweights.benchmarks.timing import failure_noted, seconds
 from fastweights.commands.options import AsJson
 from fastweights.common.allocator import keep_freed_memory
 
@@ -50,8 +50,8 @@ def gemm_rates(repeats: int) -> dict[str, float]:
         best = 0.0
         for side in GEMM_SIDES:
             x = torch.rand(side, side).to(dtype)
-            seconds = (statistics.median(_turn(partial(torch.matmul, x, x))) for _ in range(repeats))
-            best = max(best, 2 * side**3 / statistics.median(seconds))
+            medians = (statistics.median(_turn(partial(torch.matmul, x, x))) for _ in range(repeats))
+            best = max(best, 2 * side**3 / statistics.median(medians))
         rates[str(dtype).removeprefix("torch.")] = best
     return rates
 
@@ -105,9 +105,7 @@ def _turn(step: Callable[[], object]) -> list[float]:
     times: list[float] = []
     until = time.perf_counter() + TURN_S
     while not times or time.perf_counter() < until:
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
+        times.append(seconds(step, torch.device("cpu")))
     return times[1:] or times
 
 

@@ -7,7 +7,6 @@ one batch, so that all read the same text; bytes and the time of a word are thos
 
 import math
 import statistics
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fastweights.benchmarks.record import Out, Record
+from fastweights.benchmarks.stream import seconds_of_a_word
 from fastweights.commands.options import AsJson, Device, input_errors, option, pick_device
 from fastweights.inference.compression import FORMATS, Compression
 from fastweights.inference.stream import Stream
@@ -64,13 +64,10 @@ def losses(model: LanguageModel, tokens: Tensor, progress: Any = None) -> Tensor
 
 def _timed(model: LanguageModel, tokens: Tensor, way: Compression | None) -> tuple[int, float]:
     """Return the bytes of a stream's state, and the median of ms that a word takes."""
-    stream, times = Stream(model), []
+    stream = Stream(model)
     if way is not None:
         stream = Stream(model, state_format=way.format, error_feedback=way.error_feedback)
-    for token in tokens[:_TIMED]:
-        start = time.perf_counter()
-        stream.feed(token[None]).argmax().item()
-        times.append(time.perf_counter() - start)
+    times = [seconds_of_a_word(stream, word) for word in tokens[:_TIMED].split(1)]
     return stream.nbytes, 1e3 * statistics.median(times[_TIMED // 10 :])
 
 

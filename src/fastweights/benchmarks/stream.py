@@ -8,7 +8,6 @@ tokens is made of copies of a shorter one: to fill it by reading takes minutes, 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -19,6 +18,7 @@ import typer
 from rich.table import Table
 
 from fastweights.benchmarks.record import Out, Record
+from fastweights.benchmarks.timing import seconds
 from fastweights.commands.options import AsJson, Device, chosen_names, input_errors, option, pick_device
 from fastweights.common.tables import look_up
 from fastweights.inference.stream import Stream
@@ -46,10 +46,10 @@ def case(size: str, model: str, device: str, pasts: Sequence[int], graph: bool) 
             stream = Stream(network, _lengthened(stream.snapshot().state, past - 1))
         stream.feed(words[stream.position : past])
         # The first is not like the others: kernels are compiled, the graph is captured.
-        times = [_timed(stream, words[past + i : past + i + 1]) for i in range(TIMED + 1)][1:]
-        seconds = statistics.median(times)
-        row = {"size": size, "model": model, "graph": graph, "past": past, "ms": 1e3 * seconds}
-        rows.append({**row, "tokens_per_s": 1 / seconds, "state_bytes": stream.nbytes})
+        times = [seconds_of_a_word(stream, words[past + i : past + i + 1]) for i in range(TIMED + 1)]
+        median = statistics.median(times[1:])
+        row = {"size": size, "model": model, "graph": graph, "past": past, "ms": 1e3 * median}
+        rows.append({**row, "tokens_per_s": 1 / median, "state_bytes": stream.nbytes})
     return rows
 
 
@@ -77,11 +77,9 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _timed(stream: Stream, token: torch.Tensor) -> float:
-    start = time.perf_counter()
-    # A word has to come out before the next can go in.
-    stream.feed(token).argmax().item()
-    return time.perf_counter() - start
+def seconds_of_a_word(stream: Stream, word: torch.Tensor) -> float:
+    """Return the seconds from one more word to the next one, which has to be known before it can be read."""
+    return seconds(lambda: stream.feed(word).argmax().item(), torch.device("cpu"))
 
 
 @input_errors((ValueError, OSError))

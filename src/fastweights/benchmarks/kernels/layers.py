@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fastweights as fw
 from fastweights.benchmarks.kernels.rows import Shape, inputs
-from fastweights.benchmarks.timing import Forward, eager_and_graph, failure_noted, measure
+from fastweights.benchmarks.timing import Forward, attempt, eager_and_graph, measure
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.self_check import relative_errors
 from fastweights.ops.memory import fast_weight_memory
@@ -120,11 +120,8 @@ def decode(batch: int, budget_ms: float, H: int = 8, d: int = 32) -> dict[str, d
         "fastweights": ours(gate),
         f"attention over {CACHED} tokens": attention,
     }
-    rows: dict[str, dict[str, Any]] = {name: {} for name in steps}
-    for name, step in steps.items():
-        with failure_noted(rows[name]), torch.no_grad():
-            rows[name] |= eager_and_graph({"token": step}, budget_ms)
-    return rows
+    with torch.no_grad():
+        return {name: attempt(eager_and_graph, {"token": step}, budget_ms) for name, step in steps.items()}
 
 
 def decode_fla(batch: int, budget_ms: float, H: int = 8, d: int = 32) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from fastweights.benchmarks.kernels.rivals import environment, named
 from fastweights.benchmarks.kernels.rows import ROWS
-from fastweights.benchmarks.timing import in_one_line
+from fastweights.benchmarks.timing import failure_noted, in_one_line
 from fastweights.common.separate import SeparateProcess, side_by_side
 
 # The time limit of a measurement in a separate process, tuning included, and compiling where that was not done ahead.
@@ -32,10 +32,9 @@ class TuningProcess(SeparateProcess):
 
     def measure(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
         """Return what `function` returns there, or {"failure": why not}."""
-        try:
-            found: dict[str, Any] = self(function, *arguments, limit_s=self.limit_s)
-        except Exception as error:
-            found = {"failure": in_one_line(error)}
+        found: dict[str, Any] = {}
+        with failure_noted(found):
+            found |= self(function, *arguments, limit_s=self.limit_s)
         if any(key.endswith("failure") for key in found):
             # What failed may have left the GPU's context unusable.
             self.end()
