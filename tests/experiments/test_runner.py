@@ -17,7 +17,7 @@ from fastweights.data.prepare import prepare
 from fastweights.experiments import EXPERIMENTS
 from fastweights.experiments.engine import corpora, language_tables
 from fastweights.experiments.engine.experiment import Results, Setup, UserInput
-from fastweights.experiments.engine.runner import POINTS, measurements, reset_peak_and_compiler
+from fastweights.experiments.engine.runner import POINTS, measurements, start_afresh
 from fastweights.training.engine.task import Score
 from tests.experiments.fakes import without_plots
 from tests.experiments.language_fakes import record
@@ -201,7 +201,7 @@ def test_a_peak_that_cannot_be_forgotten(monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "write_text", refuse)
-    reset_peak_and_compiler("cpu")
+    start_afresh("cpu")
 
 
 def test_nothing_compiled_is_left_to_the_next_cell():
@@ -215,7 +215,7 @@ def test_nothing_compiled_is_left_to_the_next_cell():
     for _ in range(2):
         work(torch.ones(1))
     assert len(compiled) == 1
-    reset_peak_and_compiler("cpu")
+    start_afresh("cpu")
     work(torch.ones(1))
     assert len(compiled) == 2
 

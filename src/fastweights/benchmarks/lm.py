@@ -8,7 +8,6 @@ PyTorch's own parts can do, compiled, for a baseline in the same run; its softma
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
@@ -29,6 +28,7 @@ from fastweights.commands.options import AsJson, chosen_names, input_errors, opt
 from fastweights.common.tables import look_up
 from fastweights.data.text.corpus import Corpus, TokenStream
 from fastweights.data.tokenizer import WordTokenizer
+from fastweights.experiments.engine.runner import start_afresh
 from fastweights.layers.adaptive import AdaptiveSoftmax
 from fastweights.layers.fast_weight import FastWeightAttention
 from fastweights.layers.feedforward import FeedForward
@@ -159,7 +159,7 @@ def agreement(
     losses = {}
     for way in ways:
         losses[way] = first_losses(make(corpus, size, model, way, device, dropout=0.0, **changes), count)
-        tidy(device)
+        start_afresh(device)
     off = {way: furthest(losses[way], losses[ways[0]]) for way in ways[1:]}
     return {"losses": losses, "largest_difference": off, "agree": all(x <= AGREEMENT for x in off.values())}
 
@@ -198,15 +198,6 @@ def measure(learner: Learner, steps: int, blocks: int = 5) -> dict[str, Any]:
     return result
 
 
-def tidy(device: str) -> None:
-    """Forget what was compiled, and give the memory of what is no longer used back to the device."""
-    # Else `torch.compile` gives up after eight models, without a word.
-    torch.compiler.reset()
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
 def case(
     corpus: Corpus, size: str, model: str, ways: Sequence[str], device: str, steps: int, compared: int, segment: int = 0
 ) -> dict[str, Any]:
@@ -217,9 +208,9 @@ def case(
     if compared and len(same) > 1:
         row["agreement"] = attempt(agreement, corpus, size, model, same, device, compared, **changes)
     for way in ways:
-        tidy(device)
+        start_afresh(device)
         row[way] = attempt(lambda way=way: measure(make(corpus, size, model, way, device, **changes), steps))
-    tidy(device)
+    start_afresh(device)
     return row
 
 

@@ -24,6 +24,7 @@ from fastweights.benchmarks.record import Out, Record
 from fastweights.commands.options import AsJson, chosen_names, input_errors, option
 from fastweights.common.tables import look_up
 from fastweights.data.text.corpus import Corpus
+from fastweights.experiments.engine.runner import start_afresh
 from fastweights.models.presets import PRESETS
 
 # The relative difference that perplexities may have.
@@ -47,7 +48,7 @@ def perplexities(
         spent = time.perf_counter() - start
         trained[way] = {"training_curve": curve, "valid": learner.validate(), "train_s": round(spent, 1)}
         del learner
-        lm.tidy(device)
+        start_afresh(device)
     exact = [trained[ways[0]]["valid"]["ppl"]]
     off = {way: lm.furthest([trained[way]["valid"]["ppl"]], exact) for way in ways[1:]}
     return {"ways": trained, "largest_difference": off, "agree": all(x <= ENDING for x in off.values())}

@@ -9,6 +9,8 @@ where that is the task's score, `steps`, `tokens`, `tokens_per_s` and `memory_by
 result too: `diverged_at`.
 """
 
+import ctypes
+import gc
 import json
 import os
 import shutil
@@ -135,7 +137,7 @@ def train_cell(
     config, folder = task
     here = local_settings(device, config)
     learned, training = build(config, data)
-    reset_peak_and_compiler(device)
+    start_afresh(device)
     training = replace(training, **here)
     about = {"data": str(data.resolve())} if data else {}
     diverged = None
@@ -224,8 +226,8 @@ def training_of(config: CellConfig, **more: Any) -> TrainingConfig:
     return TrainingConfig(**{**values, "betas": tuple(values["betas"])})
 
 
-def reset_peak_and_compiler(device: str) -> None:
-    """Make a cell independent of those before it: reset the peak of memory, and forget what was compiled.
+def start_afresh(device: str) -> None:
+    """Make a model independent of those before it: forget what was compiled, release memory, and reset its peak.
 
     `torch.compile` gives up on a function, without a word, after eight versions of it, and every model is another. The
     peak is that of the GPU, and on Linux that of the process.
@@ -233,12 +235,17 @@ def reset_peak_and_compiler(device: str) -> None:
     # Loaded by whatever compiles first, in a second or two.
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+    gc.collect()
     if device.startswith("cuda"):
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    elif (path := Path("/proc/self/clear_refs")).exists():
+    elif sys.platform == "linux":
+        # Not every C library has it.
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+            trim(0)
         # Some containers forbid it: the peak is then that of the process so far.
         with suppress(OSError):
-            path.write_text("5")
+            Path("/proc/self/clear_refs").write_text("5")
 
 
 class _Watch:

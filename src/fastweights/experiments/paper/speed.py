@@ -9,8 +9,6 @@ The paper's numbers are of its own CUDA kernels on two V100 in 2021: they say wh
 each other, and are not a measure of this library.
 """
 
-import ctypes
-import gc
 import math
 import mmap
 import statistics
@@ -41,7 +39,7 @@ from fastweights.experiments.engine.experiment import (
     UserInput,
 )
 from fastweights.experiments.engine.language_tables import SMALL, SMOKE, LanguageScale
-from fastweights.experiments.engine.runner import local_settings, measure_each, reset_peak_and_compiler, training_of
+from fastweights.experiments.engine.runner import local_settings, measure_each, start_afresh, training_of
 from fastweights.models.language_model import LanguageModelConfig
 from fastweights.training.engine.distributed import launch
 from fastweights.training.engine.learner import Learner
@@ -122,8 +120,7 @@ def run(cells: Sequence[Cell], setup: Setup) -> CellOutcomes:
 
 def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Measure speed and memory of one model's updates; the first ones, which build kernels, do not count."""
-    _release()
-    reset_peak_and_compiler(device)
+    start_afresh(device)
     before = _held(device)
     network = LanguageModelConfig.from_dict(config["network"])
     stretches, updates = config["stretches"], config["updates"]
@@ -160,14 +157,6 @@ def _text(words: int, length: int) -> Corpus:
     stream = TokenStream(tokens.clamp(max=words - 1).to(torch.int32))
     tokenizer = SimpleNamespace(size=words)
     return cast("Corpus", SimpleNamespace(tokenizer=tokenizer, train=stream, valid=stream, folder="Zipf's law"))
-
-
-def _release() -> None:
-    """Return the memory of the previous model to the system, where the C library can."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if hasattr(ctypes, "CDLL") else None
-    if trim is not None:
-        trim(0)
 
 
 def _held(device: str) -> int:
