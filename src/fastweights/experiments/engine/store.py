@@ -69,11 +69,11 @@ class Store:
         except OSError as error:
             raise BadInput(f"cannot write to {self.out}: {error.strerror}; choose another folder with --out") from None
 
-    def assembled(self, name: str) -> Assembled | None:
-        """Read `results.json`, None without one; BadInput when it is broken or of another version."""
+    def assembled(self, name: str) -> Assembled:
+        """Read `results.json`, which is empty where there is none; BadInput when it is broken or of another version."""
         path = self.folder(name) / "results.json"
         if not path.exists():
-            return None
+            return Assembled("", [], {}, [])
         try:
             content = _read(path)
             if content["experiment"] != name:
@@ -101,8 +101,7 @@ class Store:
         return {record.slug: record for record in moved} | self._cells(name)
 
     def _cells(self, name: str) -> dict[str, CellRecord]:
-        assembled = self.assembled(name)
-        records = {record.slug: record for record in (assembled.records if assembled else [])}
+        records = {record.slug: record for record in self.assembled(name).records}
         for path in sorted((self.folder(name) / "cells").glob("[!.]*.json")):
             record = self._read_cell(path)
             if record is not None:
@@ -133,7 +132,7 @@ class Store:
                 record = _completed(record, cell.paper, corpora)
                 found.setdefault(_given(record, experiment), []).append(record)
         assembled = self.assembled(experiment.name)
-        shown = _key(assembled.inputs) if assembled is not None and assembled.scale == scale else None
+        shown = _key(assembled.inputs) if assembled.scale == scale else None
         models = list(experiment.models)
         order = lambda r: (models.index(r.config["model"]), r.config["size"], r.config["seed"])  # noqa: E731
         ranked = sorted(found, key=lambda given: (given != shown, -len(found[given])))
@@ -176,11 +175,10 @@ class Store:
         if scale is None or scale not in experiment.scales:
             return None, []
         records = self.of(experiment, scale)
-        assembled = self.assembled(name)
-        if not records and assembled is not None:
+        if not records:
             records = [
                 record
-                for record in assembled.records
+                for record in self.assembled(name).records
                 if record.config["model"] in experiment.models and self.is_complete(experiment, record)
             ]
             if records:
@@ -236,9 +234,8 @@ class Store:
 
     def scale(self, name: str) -> str | None:
         """Return the scale that `results.json` holds, or else the largest that has cells."""
-        assembled = self.assembled(name)
-        if assembled is not None and assembled.scale:
-            return assembled.scale
+        if scale := self.assembled(name).scale:
+            return scale
         present = {record.config["scale"] for record in self.known(name).values()}
         return next((scale for scale in _largest_first() if scale in present), None)
 
@@ -246,9 +243,9 @@ class Store:
         """Write `results.json` from the experiment's cells of that scale and with what was given, if there are any."""
         name, path = experiment.name, self.folder(experiment.name) / "results.json"
         records, before = self.of(experiment, scale, given), self.assembled(name)
-        if not records or (before and before.unreadable):
+        if not records or before.unreadable:
             return
-        for record in before.records if before else []:
+        for record in before.records:
             # A results file may have come without its cell files; another scale must not push its cells out.
             if not (self.folder(name) / "cells" / f"{record.slug}.json").exists():
                 self.save(name, record)

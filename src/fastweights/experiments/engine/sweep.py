@@ -46,9 +46,8 @@ def sweep(
     scale, given = cells[0].config["scale"], inputs_of(cells[0].config, experiment.inputs)
     if not shared:
         store.clear_temporaries(experiment.name)
-    before = store.assembled(experiment.name)
-    if before and before.unreadable:
-        raise BadInput(before.unreadable[0])
+    if unreadable := store.assembled(experiment.name).unreadable:
+        raise BadInput(unreadable[0])
     own, anywhere = store.known(experiment.name), store.known_anywhere()
     wanted = {cell.slug for cell in cells if not force or cell.slug in finished}
     usable = {
