@@ -32,7 +32,7 @@ from fastweights.commands.options import (
     pick_device,
     require,
 )
-from fastweights.common.tables import look_up
+from fastweights.common.tables import check_name, look_up
 from fastweights.data.pairs.corpus import PairBatch
 from fastweights.inference.translate import CapturedDecoder, refusal
 from fastweights.models.translation import TranslationModel
@@ -190,7 +190,7 @@ def run(
     """Time training and decoding of translation models with linear and softmax attention at three source lengths."""
     require("lightning_fabric")
     look_up(PRESETS, preset, "preset")
-    look_up(dict.fromkeys(("fp32", "bf16")), precision, "precision")
+    check_name(("fp32", "bf16"), precision, "precision")
     device, names = pick_device(device), chosen_names(ATTENTIONS, attentions, "attention")
     torch._dynamo.config.recompile_limit = COMPILED
     record = Record("mt", device, SEED, out, as_json)

@@ -6,7 +6,7 @@ W itself is not kept: keys, queries, values and coefficients of the recurrence a
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -96,13 +96,10 @@ def record(trained: TrainedLanguageModel, ids: Sequence[int], name: str, layers:
     found = layers_of(model)
     blocks: dict[int, RecordedBlock] = {}
 
-    def keep(number: int) -> Any:
-        def hook(layer: FastWeightAttention, arguments: tuple[Any, ...]) -> None:
-            blocks[number] = _block(number, inputs_of(layer, arguments[0]))
+    def keep(number: int, layer: FastWeightAttention, arguments: tuple[Any, ...]) -> None:
+        blocks[number] = _block(number, inputs_of(layer, arguments[0]))
 
-        return hook
-
-    hooks = [found[number - 1].register_forward_pre_hook(keep(number)) for number in layers]
+    hooks = [found[number - 1].register_forward_pre_hook(partial(keep, number)) for number in layers]
     try:
         tokens = torch.tensor([ids], device=next(model.parameters()).device)
         hidden, _ = model(tokens)

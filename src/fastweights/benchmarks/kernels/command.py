@@ -22,7 +22,7 @@ from fastweights.benchmarks.record import Out, Record
 from fastweights.benchmarks.timing import attempt, bandwidth, failure_noted
 from fastweights.commands.options import AsJson, chosen_names, flag, input_errors, option
 from fastweights.common.provenance import installed
-from fastweights.common.tables import look_up
+from fastweights.common.tables import check_name
 from fastweights.ops.backends import BACKENDS
 from fastweights.ops.features import Features
 
@@ -213,7 +213,7 @@ def run(
     with input_errors():
         which, names = tuple(chosen_names(dict.fromkeys(RIVALS), rivals, "rival")), _chosen(rows or [], quick)
         for part in parts or []:
-            look_up(dict.fromkeys(PARTS), part, "part")
+            check_name(PARTS, part, "part")
     wanted = parts or (("checks", "rows") if quick else PARTS)
     record = Record("kernels", "cuda", SEED, out, as_json)
     console = record.console
