@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,13 +14,12 @@ from fastweights.common.cuda_graph import capture_after_warmup
 Forward = Callable[[], Tensor]
 
 
-def measure(make: Callable[[], tuple[Forward, Any]], budget_ms: float) -> dict[str, Any]:
+def measure(forward: Forward, leaves: Sequence[Tensor], budget_ms: float) -> dict[str, Any]:
     """Return the median ms of forward and forward + backward, eager and as a graph, and bytes beside the inputs.
 
     `first_call_s` is the time of the first call in this process, with whatever was compiled before; `first_call.py`
     starts with empty caches. Where there is no backward pass, `both_failure` says so.
     """
-    forward, leaves = make()
     start = time.perf_counter()
     dy = torch.randn_like(forward().detach())
 

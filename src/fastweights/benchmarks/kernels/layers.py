@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fastweights as fw
 from fastweights.benchmarks.kernels.rows import Shape, inputs
-from fastweights.benchmarks.timing import Forward, attempt, eager_and_graph, measure
+from fastweights.benchmarks.timing import attempt, eager_and_graph, measure
 from fastweights.ops.features import Features
 from fastweights.ops.gpu.self_check import relative_errors
 from fastweights.ops.memory import fast_weight_memory
@@ -37,20 +37,16 @@ def raw_inputs(shape: Shape, dtype: torch.dtype, sliced: bool = False) -> list[T
 
 def fused(name: str, dtype: torch.dtype, features: Features, inside: bool, budget_ms: float) -> dict[str, Any]:
     """Time forward and backward from raw heads, with the map `inside` the kernels or before them."""
+    q, k, v, beta = leaves = raw_inputs(HEADS[name], dtype)
 
-    def make() -> tuple[Forward, Any]:
-        q, k, v, beta = leaves = raw_inputs(HEADS[name], dtype)
+    def within() -> Tensor:
+        return fast_weight_memory(q, k, v, beta=beta, features=features, backend="triton")[0]
 
-        def within() -> Tensor:
-            return fast_weight_memory(q, k, v, beta=beta, features=features, backend="triton")[0]
+    def before() -> Tensor:
+        gate = beta.float().sigmoid()
+        return fast_weight_memory(features.of(q), features.of(k), v, beta=gate, backend="triton")[0]
 
-        def before() -> Tensor:
-            gate = beta.float().sigmoid()
-            return fast_weight_memory(features.of(q), features.of(k), v, beta=gate, backend="triton")[0]
-
-        return within if inside else before, leaves
-
-    return measure(make, budget_ms)
+    return measure(within if inside else before, leaves, budget_ms)
 
 
 def fused_error(name: str, dtype: torch.dtype, features: Features) -> float:
@@ -77,7 +73,7 @@ def layer(name: str, phi: str, nu: int, budget_ms: float) -> dict[str, Any]:
     module = fw.FastWeightAttention(H * d, H, d, "delta", phi, feature_map_options=options)
     module = module.to("cuda", torch.bfloat16)
     x = torch.randn(B, T, H * d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    return measure(lambda: (lambda: module(x)[0], [x, *module.parameters()]), budget_ms)
+    return measure(lambda: module(x)[0], [x, *module.parameters()], budget_ms)
 
 
 Step = Callable[[], object]

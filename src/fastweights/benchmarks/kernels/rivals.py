@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastweights.benchmarks.kernels.rows import DTYPES, Row, errors, inputs_of, memory
-from fastweights.benchmarks.timing import Forward, measure
+from fastweights.benchmarks.timing import measure
 
 RIVALS = ("sdpa", "chunked", "fla", "flashqla")
 
@@ -163,14 +163,10 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def judge_and_time(row: Row, dtype: str, rival: Rival, budget_ms: float) -> dict[str, Any]:
     """Return the errors against float64 and, after that, the times."""
-
-    def make() -> tuple[Forward, Any]:
-        leaves = rival.leaves(row, dtype) if rival.computes_the_row else _attention_inputs(row, DTYPES[dtype])
-        return lambda: rival.function(*leaves), leaves
-
     with environment(rival.environment):
         found = errors(row, rival.function, rival.leaves(row, dtype)) if rival.computes_the_row else {}
-        return measure(make, budget_ms) | found
+        leaves = rival.leaves(row, dtype) if rival.computes_the_row else _attention_inputs(row, DTYPES[dtype])
+        return measure(lambda: rival.function(*leaves), leaves, budget_ms) | found
 
 
 def named(row: Row, dtype: str, name: str) -> Rival:
