@@ -305,10 +305,10 @@ def test_a_full_scale_takes_its_corpus_among_several(corpus, monkeypatch, tmp_pa
     from dataclasses import replace
 
     words = json.loads((corpus / "manifest.json").read_text())["vocabulary"]["size"]
-    wanted = replace(corpora.WIKITEXT2, words=words)
+    monkeypatch.setattr(corpora, "WIKITEXT103", replace(corpora.WIKITEXT103, words=words))
     (tmp_path / "other.txt").write_text("a b c d\n" * 200)
     prepare("text", tmp_path / "other.txt", tmp_path / "other")
-    given = corpora.make_inputs(wanted)("paper", UserInput((tmp_path / "other", corpus)))
+    given = corpora.make_inputs("paper", UserInput((tmp_path / "other", corpus)))
     assert given.data == corpus and given.config["corpus"]["words"] == words
     assert given.config["corpus"]["name"] == "fables", "named after the corpus that was used"
 

@@ -50,21 +50,13 @@ def inputs_from(
     return make_inputs
 
 
-def make_inputs(required: RequiredCorpus, **others: RequiredCorpus) -> Callable[[str, UserInput], CellInputs]:
-    """Return the `Experiment.make_inputs` of language models; `others` are required at the scales of their names."""
-
-    def find(scale: str, folders: Sequence[Path]) -> Path:
-        return _folder_of(others.get(scale, required), scale, folders)
-
-    return inputs_from(lambda: _embedded(), "from Python's documentation", find, identify)
-
-
 def _embedded() -> Path:
     prepare("embedded", None, EMBEDDED)
     return EMBEDDED
 
 
-def _folder_of(required: RequiredCorpus, scale: str, folders: Sequence[Path]) -> Path:
+def _folder_of(scale: str, folders: Sequence[Path]) -> Path:
+    required = WIKITEXT2 if scale == "wikitext2" else WIKITEXT103
     need = f"scale {scale} needs {required.name}, or a corpus of as many words ({required.words:,})"
     if not folders:
         raise BadInput(f"{need}: {required.remedy}")
@@ -90,6 +82,10 @@ def identify(folder: Path) -> dict[str, Any]:
         "words": corpus.tokenizer.size,
         "fingerprint": corpus.fingerprint,
     }
+
+
+make_inputs = inputs_from(lambda: _embedded(), "from Python's documentation", _folder_of, identify)
+"""The `Experiment.make_inputs` of language models."""
 
 
 def name_with_warning(name: str, manifest: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from fastweights.data.manifest import sets
 from fastweights.data.text.corpus import Corpus
 from fastweights.data.text.documents import mark_documents
 from fastweights.experiments.engine import runner
-from fastweights.experiments.engine.corpora import SPLITS, WIKITEXT2, WIKITEXT103, corpus_of, make_inputs
+from fastweights.experiments.engine.corpora import SPLITS, WIKITEXT103, corpus_of, make_inputs
 from fastweights.experiments.engine.experiment import Experiment, Plot, Scale, storable
 from fastweights.experiments.engine.perplexity import Shown, paper_entry, table
 from fastweights.experiments.engine.shape import Shape
@@ -306,7 +306,7 @@ def experiment(
         "plot": Plot(kind="perplexity", x_label="training steps", y_label="validation perplexity", log_y=True),
         "paper": lambda config: paper_entry(numbers.get(config["size"], {}).get(config["model"])),
         "table": table(models, numbers),
-        "make_inputs": make_inputs(WIKITEXT103, wikitext2=WIKITEXT2),
+        "make_inputs": make_inputs,
         "inputs": INPUTS,
         "stored": STORED,
         "fields": FIELDS,
