@@ -70,6 +70,27 @@ def test_frozen_tensors_cost_no_products(checkpointed, monkeypatch):
             assert (ours - want[i]).norm() < 1e-6 * want[i].norm()
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("wanted", [[0], [1], [0, 1], [-1], [0, -1]])
+def test_keeps_and_computes_what_plain_layers_do_when_tensors_are_frozen(wanted, bias):
+    tensors, found = random_call(bias=bias), []
+    wanted = sorted({i % len(tensors) for i in wanted})
+    for i, x in enumerate(tensors):
+        x.requires_grad_(i in wanted)
+    for function in (linear, torch.nn.functional.linear):
+        kept, inputs = [], [tensors[i] for i in wanted]
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x.numel()) or x, lambda x: x):
+            y = function(*tensors)
+        first = torch.autograd.grad(y.square().sum(), inputs, retain_graph=True)
+        again = torch.autograd.grad(y.square().sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(sum(x.square().sum() for x in again), inputs)
+        found.append((sorted(kept), [*first, *again, *second]))
+    (kept, gradients), (kept_there, gradients_there) = found
+    assert kept == kept_there
+    for ours, theirs in zip(gradients, gradients_there, strict=True):
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+
+
 def test_retained_graphs_give_the_same_gradients_twice():
     tensors = random_call()
     y = linear(*tensors, relu=True).sum()

@@ -39,10 +39,18 @@ class FusedFunction:
             gradients of the kernels are differentiated again or come in batches, these are used.
         kernels: the first that does not refuse a call runs it.
         outputs: how many tensors of `forward` are outputs, if not all: those after them are kept for `backward`.
+        keeps: `keeps(wanted, settings)`, which tensors the gradients depend on, given which of them are wanted; by
+            default all. Zeros of the same shape stand in for the others in `backward`.
     """
 
-    def __init__(self, plain: Callable[..., tuple[Tensor, ...]], *kernels: Kernels, outputs: int | None = None) -> None:
-        self.plain, self.kernels, self.outputs = plain, kernels, outputs
+    def __init__(
+        self,
+        plain: Callable[..., tuple[Tensor, ...]],
+        *kernels: Kernels,
+        outputs: int | None = None,
+        keeps: Callable[[Sequence[bool], Tensors], Sequence[bool]] | None = None,
+    ) -> None:
+        self.plain, self.kernels, self.outputs, self.keeps = plain, kernels, outputs, keeps
 
     def __call__(self, tensors: Tensors, *settings: Any) -> tuple[Tensor, ...]:
         """Return the outputs for these tensors, of which some may be None."""
@@ -62,12 +70,22 @@ class FusedFunction:
         return None
 
 
+def _zeros_like(x: Tensor) -> Tensor:
+    """Return zeros in the memory of one number, which require a gradient if x does."""
+    return x.new_zeros(()).expand_as(x).requires_grad_(x.requires_grad)
+
+
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, function: FusedFunction, kernels: Kernels, settings: Tensors, *tensors: Any
     ) -> tuple[Tensor, ...]:
         found = kernels.forward(tensors, settings)
+        ctx.stand_ins = (None,) * len(tensors)
+        if function.keeps is not None:
+            pairs = list(zip(tensors, function.keeps(ctx.needs_input_grad[3:], settings), strict=True))
+            tensors = tuple(x if keep else None for x, keep in pairs)
+            ctx.stand_ins = tuple(None if keep or x is None else _zeros_like(x) for x, keep in pairs)
         ctx.save_for_backward(*tensors, *(() if function.outputs is None else found[function.outputs :]))
         ctx.function, ctx.kernels, ctx.settings = function, kernels, settings
         ctx.set_materialize_grads(False)
@@ -81,6 +99,7 @@ class _Eager(torch.autograd.Function):
         # Asked for once: under gradient checkpointing each time would be one more forward pass, which PyTorch refuses.
         saved = ctx.saved_tensors
         tensors, kept = saved[: len(wanted)], saved[len(wanted) :]
+        tensors = tuple(x if zeros is None else zeros for x, zeros in zip(tensors, ctx.stand_ins, strict=True))
         if is_eager_gradient(*grads):
             more = () if ctx.function.outputs is None else (kept,)
             found = ctx.kernels.backward(grads, tensors, ctx.settings, *more)

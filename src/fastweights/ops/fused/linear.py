@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -44,10 +46,20 @@ def _backward(grads: Tensors, tensors: Tensors, settings: Tensors, kept: Tensors
         # Where ReLU gave 0 nothing comes back.
         dy = torch.ops.aten.threshold_backward(dy, kept[0], 0)
     dy = dy.reshape(-1, dy.shape[-1])
-    # Each is a product as long as the layer's own, and layers may be frozen.
+    # The first two are products as long as the layer's own, and layers may be frozen.
     dx = products.product(dy, weight.mT).view(x.shape) if x.requires_grad else None
     dweight = products.outer_product(dy, x.reshape(-1, x.shape[-1])) if weight.requires_grad else None
     return dx, dweight, None if bias is None else dy.sum(0)
 
 
-_FUNCTION = FusedFunction(plain_linear, Kernels(_forward, _backward, _refuses), outputs=1)
+def _keeps(wanted: Sequence[bool], settings: Tensors) -> tuple[bool, bool, bool]:
+    """Keep of x and weight, as `nn.Linear` does, what the gradient of the other needs.
+
+    Where ReLU gives 0 depends on all three, if gradients are differentiated again.
+    """
+    x, weight, _ = wanted
+    (relu,) = settings
+    return weight or relu, x or relu, relu
+
+
+_FUNCTION = FusedFunction(plain_linear, Kernels(_forward, _backward, _refuses), outputs=1, keeps=_keeps)
