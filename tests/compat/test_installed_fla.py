@@ -99,17 +99,26 @@ def test_registering_needs_fla(monkeypatch):
 
 
 def test_reasons_to_take_a_call_from_fla(monkeypatch):
-    def reason(size, dtype, name="chunk_gated_delta_rule", device="meta", **more):
-        x, gate = torch.zeros(1, 2, 1, size, dtype=dtype, device=device), torch.zeros(1, 2, 1, device=device)
-        return fla.reason(
-            name, x, x, x, gate, **({"beta": gate} if name != "fused_recurrent_simple_gla" else {}), **more
-        )
+    def reason(size, dtype, name="chunk_gated_delta_rule", device="meta", rows=1, **more):
+        x, gate = torch.zeros(rows, 2, 1, size, dtype=dtype, device=device), torch.zeros(rows, 2, 1, device=device)
+        return fla.reason(name, x, x, x, gate, **({} if "simple_gla" in name else {"beta": gate}), **more)
 
     half = torch.bfloat16
     assert reason(128, half) == (False, "fla has kernels for it")
     assert reason(32, half) == (True, "fla computes in tiles of 64, more than heads of 32 and 32 fill")
     assert reason(128, torch.float32) == (True, "fla rounds float32 to TF32 in its products")
     assert reason(128, torch.float64, "chunk_kda") == (True, "fla has no kernels for float64")
+    for name in ("chunk_kda", "fused_chunk_simple_gla"):
+        assert reason(128, torch.float32, name) == (True, "fla rounds float32 to TF32 in its products")
+        assert reason(32, half, name) == (False, "fla has kernels for it")
+    for name in ("chunk_gated_delta_rule", "chunk_kda"):
+        assert reason(256, half, name)[0] is False
+        assert reason(257, half, name) == (True, "fla takes keys of at most 256 numbers, got 257")
+        assert reason(128, half, name, rows=65_535)[0] is False
+        assert reason(128, half, name, rows=65_536)[1].endswith("at most 65535 heads of all rows, got 65536")
+    state = torch.zeros(1, 1, 128, 128, dtype=half, device="meta")
+    assert reason(128, half, "chunk_kda", initial_state=state.float())[0] is False
+    assert reason(128, half, "chunk_kda", initial_state=state)[1].endswith("in float32 only, got torch.bfloat16")
     assert reason(128, torch.float32, "fused_recurrent_simple_gla") == (False, "fla has kernels for it")
     assert reason(128, half, device="cpu") == (True, "fla has no kernels for tensors on cpu")
     assert reason(128, half, device="cpu", cp_context="ring") == (False, "fastweights does not support cp_context")

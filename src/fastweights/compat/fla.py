@@ -227,6 +227,9 @@ DISPATCHED = {
     "fused_chunk_simple_gla": None,
     "fused_recurrent_simple_gla": None,
 }
+# What the kernels of its delta rules accept. They have a block for each head of each row along the second axis of their
+# grid, which CUDA limits.
+LONGEST_KEY, MOST_HEADS = 256, 65_535
 
 
 def register_with_fla() -> list[str]:
@@ -264,9 +267,17 @@ def reason(name: str, /, *args: object, **kwargs: object) -> tuple[bool, str]:
         return True, f"fla has no kernels for tensors on {q.device.type}"
     if q.dtype == torch.float64:
         return True, "fla has no kernels for float64"
+    if q.dtype == torch.float32 and name != "fused_recurrent_simple_gla":
+        return True, "fla rounds float32 to TF32 in its products"
+    if name in ("chunk_gated_delta_rule", "chunk_kda"):
+        if K > LONGEST_KEY:
+            return True, f"fla takes keys of at most {LONGEST_KEY} numbers, got {K}"
+        if (heads := q.shape[0] * call["v"].shape[2]) > MOST_HEADS:
+            return True, f"fla can launch its kernels for at most {MOST_HEADS} heads of all rows, got {heads}"
+    state = call.get("initial_state")
+    if name == "chunk_kda" and state is not None and state.dtype != torch.float32:
+        return True, f"fla takes initial states in float32 only, got {state.dtype}"
     if name == "chunk_gated_delta_rule":
-        if q.dtype == torch.float32:
-            return True, "fla rounds float32 to TF32 in its products"
         if min(K, V) < 64:
             return True, f"fla computes in tiles of 64, more than heads of {K} and {V} fill"
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call.values()):
