@@ -162,8 +162,7 @@ def test_logits_gradients_and_search_are_those_of_the_fallback(name, models, mon
         assert torch.equal(here, there)
 
 
-@pytest.mark.parametrize("name", installed(LAYERS))
-def test_layers_of_other_models_agree_with_their_fallback(name):
+def layer_of(name):
     configuration, layer, sizes = LAYERS[name]
     module = import_module(f"transformers.models.{name}.modeling_{name}")
     small = {
@@ -174,7 +173,12 @@ def test_layers_of_other_models_agree_with_their_fallback(name):
         "mlp_layer_types": ["dense"],
     }
     config = getattr(import_module(f"transformers.models.{name}.configuration_{name}"), configuration)(**small)
-    layer = enlarged(getattr(module, layer)(config, 0))
+    return enlarged(getattr(module, layer)(config, 0))
+
+
+@pytest.mark.parametrize("name", installed(LAYERS))
+def test_layers_of_other_models_agree_with_their_fallback(name):
+    layer = layer_of(name)
     x = torch.randn(2, 70, SIZES["hidden_size"], generator=torch.Generator().manual_seed(0), requires_grad=True)
     outputs = []
     for bind in (False, True):
@@ -187,17 +191,35 @@ def test_layers_of_other_models_agree_with_their_fallback(name):
         close(here, there)
 
 
+PACKINGS = pytest.mark.parametrize("packing", ["cu_seq_lens_q", "seq_idx"])
+LENGTHS = [13, 2, 1, 30, 24]
+
+
+def packed_as(packing):
+    """Return what says that documents of these lengths are packed."""
+    if packing == "seq_idx":
+        return {"seq_idx": torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).int()[None]}
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", installed(LAYERS))
+@PACKINGS
+def test_packed_documents_stay_apart_in_layers_of_other_models(name, packing, patched):
+    layer, documents = layer_of(name), torch.randn(1, sum(LENGTHS), SIZES["hidden_size"]).split(LENGTHS, 1)
+    whole = layer(torch.cat(documents, 1), **packed_as(packing))
+    alone = torch.cat([layer(document) for document in documents], 1)
+    assert (whole - alone).norm() < 1e-6 * alone.norm()
+
+
 @pytest.mark.parametrize("name", installed(CONFIGURATIONS))
-@pytest.mark.parametrize("packing", ["cu_seq_lens_q", "seq_idx"])
+@PACKINGS
 def test_packed_documents_stay_apart(name, packing, models, patched):
-    model, lengths = models(name), [13, 2, 1, 30, 24]
-    documents = [ids(1, length) for length in lengths]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int()[None]
-    how = {"seq_idx": numbers} if packing == "seq_idx" else {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    model, documents = models(name), [ids(1, length) for length in LENGTHS]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     packed = torch.cat(documents, 1)
-    whole = model(packed, position_ids=positions, use_cache=False, **how).logits
+    whole = model(packed, position_ids=positions, use_cache=False, **packed_as(packing)).logits
     alone = torch.cat([model(document).logits for document in documents], 1)
     assert (whole - alone).norm() < 1e-6 * alone.norm()
     # What is not said to be packed is one text.
