@@ -260,6 +260,12 @@ def test_calls_compile_without_graph_breaks():
             r"\(N, HV, K, V\) = \(2, 2, 5, 3\), got \(2, 2, 3, 5\)",
         ),
         ("chunk_linear_attn", {"initial_state": (None, torch.zeros(B, 1, H, K))}, "which is for normalize=True"),
+        (
+            "chunk_retention",
+            {"v": torch.zeros(B, T, 3 * H, V)},
+            "v must have the heads of q, got 6 and 2; for more, call chunk_simple_gla with g_gamma",
+        ),
+        ("chunk_retention", {"q": torch.zeros(T)}, r"q must have shape \(B, T, heads, size\), got \(11,\)"),
         ("chunk_gated_delta_product", {"num_householder": 3}, "num_householder = 3 times the 11 tokens of q, got 22"),
     ],
 )

@@ -114,6 +114,12 @@ def run(
     dtype, common = q.dtype, torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     wide = torch.promote_types(common, torch.float32)
     q, k, v = q.to(common), k.to(common), v.to(common)
+    if name == "retention":
+        if HV != H:
+            raise ValueError(
+                f"v must have the heads of q, got {HV} and {H}; for more, call chunk_simple_gla with g_gamma"
+            )
+        g_gamma = (-(2.0 ** (-5 - torch.arange(H, dtype=wide, device=q.device)))).log1p()
 
     gates: dict[str, Any] = {}
     if use_gate_in_kernel:

@@ -133,18 +133,12 @@ def fused_recurrent_simple_gla(
     return run("simple_gla", **locals())
 
 
-def _retention_decays(q: Tensor) -> Tensor:
-    """Return the logarithm of each head's decay."""
-    heads = torch.arange(q.shape[2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    return (-(2.0 ** (-5 - heads))).log1p()
-
-
 def chunk_retention(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
     output_final_state: bool = False, cu_seqlens: Tensor | None = None, *, chunk_size: int | None = None,
 ) -> Result:
     """Let the memory fade by 1 - 2^(-5 - h) in head h and add: RetNet."""
-    return run("retention", g_gamma=_retention_decays(q), **locals())
+    return run("retention", **locals())
 
 
 def fused_chunk_retention(
@@ -152,7 +146,7 @@ def fused_chunk_retention(
     output_final_state: bool = False, cu_seqlens: Tensor | None = None,
 ) -> Result:
     """Compute `chunk_retention`."""
-    return run("retention", g_gamma=_retention_decays(q), **locals())
+    return run("retention", **locals())
 
 
 def fused_recurrent_retention(
@@ -161,7 +155,7 @@ def fused_recurrent_retention(
     cu_seqlens: Tensor | None = None,
 ) -> Result:
     """Compute `chunk_retention`; `reverse` goes from the last token to the first."""
-    return run("retention", g_gamma=_retention_decays(q), **locals())
+    return run("retention", **locals())
 
 
 def chunk_linear_attn(
