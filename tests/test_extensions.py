@@ -116,6 +116,21 @@ def test_a_decay_that_is_computed_from_gates_per_head_and_per_key(clean):
             torch.testing.assert_close(y, wanted)
 
 
+@pytest.mark.parametrize("T", [1, 9])
+def test_a_decay_per_head_of_a_gate_per_key(clean, T):
+    @fw.register_rule("slowest", "a test", (KEEP,), lambda retention: Coefficients(decay=retention.amax(-1, True)))
+    def slowest(W, k, v, read, retention):
+        """The largest retention of all, W + v ⊗ k."""
+        return retention.amax(-1, True).unsqueeze(-1) * W + outer(k, v)
+
+    call = random_call("sum", B=2, T=T, H=3, D=4, M=2)
+    retention = torch.rand(2, T, 3, 4, dtype=torch.float64)
+    for backend in ("reference", "chunked", "cpu"):
+        wanted, _ = fw.fast_weight_memory(call.q, call.k, call.v, rule="decay", decay=retention.amax(-1))
+        found, _ = fw.fast_weight_memory(call.q, call.k, call.v, rule="slowest", retention=retention, backend=backend)
+        torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("backend", ["reference", "chunked", "cpu"])
 def test_what_is_erased_or_written_is_one_number_a_head(clean, backend):
     shared = fw.Gate("per_channel", idle=0.0, per="key")

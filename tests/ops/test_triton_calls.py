@@ -20,7 +20,7 @@ from fastweights.ops.gpu.memory.autograd import OPERATOR
 from fastweights.ops.gpu.memory.signatures import WalkSignature
 from fastweights.ops.gpu.memory.variants import configuration, group_length, to_integers
 from fastweights.ops.memory import fast_weight_memory
-from tests.ops.calls import random_call, refusal
+from tests.ops.calls import random_call, refusal, relative_error
 from tests.ops.interpreted import INTERPRETED, altered, as_fused, inside, poisoned, recurrence  # noqa: F401
 from tests.ops.test_triton_interpret import FUSED, SPLIT, TOKENS, a_problem
 
@@ -202,6 +202,13 @@ def test_keys_that_come_mapped_and_are_still_to_be_divided_by_their_sum(T):
         fast_weight_memory(q, k, v, rule="sum", features=features, backend=b) for b in ("triton", "reference")
     )
     torch.testing.assert_close(ours[0], want[0])
+
+
+@inside
+@pytest.mark.parametrize("normalization", [None, "attention"])
+def test_decays_per_key_of_keys_of_one_entry(normalization):
+    call = random_call("gated_delta log per key", normalization, 1, 5, 2, 1, 3)
+    assert relative_error(call.run("triton"), call.run("reference")) < 1e-12
 
 
 @inside

@@ -226,10 +226,13 @@ def _computed(coefficients: Callable[..., Optional3], gates: dict[str, Tensor]) 
     """Return the coefficients (B, T, H) of gates (B, T, H), where some of both may be (B, T, H, D)."""
     if all(x.dim() == 3 for x in gates.values()):
         return coefficients(**gates)
-    found = coefficients(**{name: x if x.dim() == 4 else x.unsqueeze(-1) for name, x in gates.items()})
-    a, e, w = (x if x is None or x.shape[-1] > 1 else x.squeeze(-1) for x in found)
+    D = max(x.shape[-1] for x in gates.values() if x.dim() == 4)
+    a, erase, write = coefficients(**{name: x if x.dim() == 4 else x.unsqueeze(-1) for name, x in gates.items()})
+    # One per key stays that for keys of one entry, too: kernels for such decays take no others.
+    a = a if a is None or a.shape[-1] == D else a.squeeze(-1)
+    e, w = (None if x is None else x.squeeze(-1) for x in (erase, write))
     # Where both are one tensor, recurrences see it.
-    return a, e, e if found[2] is found[1] else w
+    return a, e, e if write is erase else w
 
 
 def takes_logits(rule: Rule) -> bool:
