@@ -7,7 +7,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from fastweights.feature_maps import feature_map
 from fastweights.ops.cpu import build
 from fastweights.ops.cpu import features as cpu
-from fastweights.ops.features import Features, MapFeatures
+from fastweights.ops.features import Drawn, Features, MapFeatures
 from fastweights.ops.fused.features import map_heads, plain_features, vectors_of
 from fastweights.ops.normalization import l2_normalize, smooth_l2_normalize, sum_normalize
 from tests.ops.calls import gradients, relative_error
@@ -95,6 +95,14 @@ def test_other_vectors_drawn_between_both_passes():
     for twice in (False, True):
         found = torch.autograd.grad(phi.square().sum(), q, retain_graph=True, create_graph=twice)
         assert relative_error(found, [want]) < 1e-12
+
+
+def test_vectors_of_any_strides():
+    (q, _), vectors = heads(64), torch.randn(64, 200, dtype=torch.float64).mT
+    for given in (vectors, torch.randn(200, 70, dtype=torch.float64)[:, :64]):
+        features = MapFeatures(Drawn(given, 1.0))
+        phi, _ = map_heads(q, None, features, divided=False, dtype=torch.float64)
+        assert relative_error([phi], [features.queries(q, False)]) < 1e-11
 
 
 def test_one_of_both_and_one_gradient_of_two():

@@ -106,11 +106,13 @@ def _empty(x: Tensor, D: int, dtype: torch.dtype, by_head: bool) -> Tensor:
 
 def _call(tensors: Tensors, settings: Tensors, **views: Tensor | None) -> None:
     features, divided, *_ = settings
-    q, k, vectors = rows(tensors[0]), rows(tensors[1]), tensors[2]
+    q, k = rows(tensors[0]), rows(tensors[1])
+    # Where this is a copy, it must live until the function returns.
+    vectors = None if tensors[2] is None else tensors[2].contiguous()
     some = k if q is None else q
     B, _, H, r = some.shape
     lengths = (0 if x is None else x.shape[1] for x in (q, k))
-    mapping = Mapping.of(features, r, None if vectors is None else vectors.contiguous(), divided)
+    mapping = Mapping.of(features, r, vectors, divided)
     call = Heads(mapping, some.dtype == torch.float64, B, *lengths, H)
     for name, tensor in {"q": q, "k": k, **views}.items():
         if tensor is not None:
