@@ -63,7 +63,7 @@ class FeedForward(nn.Sequential):
 
     def _changed(self) -> str | None:
         """Say why the layers have to be called one by one; None where one function may stand for several."""
-        if [type(layer) for layer in self] != _LAYERS:
+        if [type(layer) for layer in self] != _LAYERS or any("forward" in vars(layer) for layer in self):
             return "one of its layers was replaced"
         for layer in self:
             if layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks:
