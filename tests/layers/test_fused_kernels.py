@@ -110,6 +110,15 @@ def test_features_that_go_to_plain_pytorch(phi, by_head, reason):
 
 
 @inside
+def test_normalised_heads_of_one_entry_go_to_plain_pytorch():
+    """Their gradient is 0, or a difference of which float32 keeps few digits: no check can pass."""
+    one = (torch.ones(1, 2, 3, 1), None, None)
+    assert "a head of one entry" in features_check.refuses(one, (FEATURES["l2"], False, WIDE, False))
+    assert "a head of one entry" in features_check.refuses(one, (FEATURES["sum"], False, WIDE, False))
+    assert features_check.refuses(one, (FEATURES["silu"], False, WIDE, False)) is None
+
+
+@inside
 def test_derivatives_of_the_convolution():
     bounds = torch.tensor([0, 1, 1, 3])
     tensors = [draw(1, 4, 1), draw(1, 2), draw(1), draw(3, 1, 1)]

@@ -35,6 +35,8 @@ def refuses(tensors: Sequence[Any], settings: Sequence[Any]) -> str | None:
     norm = launch.norm_of(description)
     if description.map not in MAPS:
         return f"the kernels map entry by entry, with {', '.join(MAPS)}, not with {description.map!r}"
+    if norm != "none" and any(x.shape[3] == 1 for x in given):
+        return "a head of one entry is no more than a sign once it is normalised"
     if not description.maps and norm == "none":
         return "there is nothing to compute but a scale"
     if by_head:
