@@ -95,7 +95,7 @@ def feature_map(name: str | FeatureMap, d_key: int | None = None, **options: obj
         if options or d_key not in (None, name.d_key):
             raise ValueError(
                 f"this feature map is made for d_key = {name.d_key}, got d_key = {d_key} and options {options}; "
-                "give the name of a map for another"
+                "give the name of a map instead, and one is made with these"
             )
         return name
     cls = look_up(FEATURE_MAPS, name, "feature map")

@@ -33,7 +33,7 @@ SHAPES: list[Shape] = [(8, 256, 8, 16), (4, 512, 8, 32), (4, 1024, 8, 64), (1, 8
 GEMM_SIDES = (512, 1024, 2048)
 # How long a turn is, in which a short call is repeated, and after how much time a slow one gets no further turn.
 TURN_S, ENOUGH_S = 0.1, 2.0
-# Until the threads of a rival are asleep: without, ours take up to 1.3 times as long after a turn of onnxruntime.
+# Until the threads of a rival are asleep: without this wait, ours take up to 1.3 times as long after onnxruntime.
 SLEEPY_S = 0.2
 
 

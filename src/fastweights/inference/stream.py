@@ -201,7 +201,7 @@ class Stream:
         """Return what the stream has of its past, to be rolled back to or to start other streams from."""
         if self._captured is None:
             return self._past
-        # The next step of a CUDA graph is written to the same memory, also what is kept in no fewer bits.
+        # The next replay of the CUDA graph overwrites its results, and what is not compressed is among them.
         return Snapshot(map_tensors(torch.clone, self._past.state), self._past.hidden)
 
     @property
@@ -253,7 +253,8 @@ class Stream:
     def fork(self) -> Stream:
         """Return a second stream with the same past; neither sees what the other is fed from here on.
 
-        States are shared, and nothing is copied: each stream replaces its own when it is fed.
+        States are shared, and nothing is copied but what a CUDA graph would overwrite: each stream replaces its own
+        when it is fed.
         """
         other = Stream(
             self.model,

@@ -57,8 +57,8 @@ class CapturedUpdates:
     """Runs updates, and captures those of a shape that comes twice in a row, such as all segments of full length.
 
     The first of a shape runs uncompiled, as the odd segment at the end of an epoch does each time: compiling for it
-    would take longer than the epoch. Those that lead up to a capture are updates like all others. With `many_shapes`,
-    which are compiled together, a shape need not come twice in a row.
+    would take longer than the epoch. Those that lead up to a capture are updates like all others. With `many_shapes`
+    the code is compiled once for all of them, and a shape need not come twice in a row.
     """
 
     def __init__(self, update: Update, device: torch.device, many_shapes: bool = False) -> None:
