@@ -199,10 +199,21 @@ def test_a_map_made_of_another_is_not_taken_for_that(clean):
         def map(self, x):
             return super().map(x).square()
 
+    class Squared:
+        """A mixin, which replaces the map of the class after it."""
+
+        def map(self, x):
+            return super().map(x).square()
+
+    @fw.register_feature_map("mixed_elu")
+    class MixedELU(Squared, type(fw.feature_map("elu", 4))):
+        """(ELU(x) + 1)²; dim = d_key."""
+
     q, k, v = torch.randn(3, 1, 3, 2, 4)
-    found = fw.linear_attention(q, k, v, features=MapFeatures(fw.feature_map("squared_elu", 4)))
-    q, k = (fw.feature_map("elu", 4)(x).square() for x in (q, k))
-    torch.testing.assert_close(found, fw.linear_attention(q, k, v))
+    expected = fw.linear_attention(*(fw.feature_map("elu", 4)(x).square() for x in (q, k)), v)
+    for name in ("squared_elu", "mixed_elu"):
+        found = fw.linear_attention(q, k, v, features=MapFeatures(fw.feature_map(name, 4)))
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_backend(clean):

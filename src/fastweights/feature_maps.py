@@ -8,7 +8,7 @@ heads says under which name they know it (`kernel`).
 
 import math
 from collections.abc import Callable
-from typing import ClassVar, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,10 @@ class FeatureMap(nn.Module):
     kernel: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Forget the name under which kernels know a base whose map a class replaces."""
+        """Forget the name under which kernels know a base, where the map of a class is another one."""
         super().__init_subclass__(**options)
-        if {"map", "scaled"} & vars(cls).keys() and "kernel" not in vars(cls):
+        named: Any = next(base for base in cls.__mro__ if "kernel" in vars(base))
+        if (cls.map, cls.scaled) != (named.map, named.scaled):
             cls.kernel = None
 
     def __init__(self, d_key: int) -> None:
