@@ -98,6 +98,26 @@ def test_a_coefficient_that_is_one_minus_a_decay(clean, T):
             torch.testing.assert_close(found[1].W, wanted[1].W)
 
 
+@pytest.mark.parametrize("error", [AssertionError, RuntimeError, ValueError])
+def test_coefficients_that_take_nothing_but_tensors(clean, error):
+    def coefficients(strength):
+        if not isinstance(strength, torch.Tensor):
+            raise error("strength is no tensor")
+        return Coefficients(write=strength)
+
+    @fw.register_rule("particular", "a test", (WRITE,), coefficients)
+    def particular(W, k, v, read, strength):
+        """W + strength v ⊗ k."""
+        return W + outer(k, strength * v)
+
+    call = random_call("sum", B=1, T=6, H=2, D=4, M=3)
+    strength = torch.rand(1, 6, 2, dtype=torch.float64)
+    for backend in ("reference", "chunked", "cpu"):
+        y, _ = fw.fast_weight_memory(call.q, call.k, call.v, rule="particular", strength=strength, backend=backend)
+        wanted, _ = fw.fast_weight_memory(call.q, call.k, strength[..., None] * call.v, rule="sum", backend=backend)
+        torch.testing.assert_close(y, wanted)
+
+
 def test_a_decay_that_is_computed_from_gates_per_head_and_per_key(clean):
     gates = (DECAY, fw.Gate("pace", idle=1.0, fades=True))
 
