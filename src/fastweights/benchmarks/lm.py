@@ -125,7 +125,7 @@ def make(corpus: Corpus, size: str, model: str, way: str, device: str, **changes
     usual: dict[str, Any] = {"steps": 10_000, "accelerator": device, "seed": SEED}
     task, config = assemble(corpus, preset=size, **{**choice, **usual, **chosen.settings, **changes})
     _build_as(task, chosen)
-    return Learner(launch(task, config), task, config)
+    return Learner(launch(config), task, config)
 
 
 def _build_as(task: LanguageTask, way: Way) -> None:

@@ -95,7 +95,7 @@ def train(attention: str, length: int, preset: str, device: str, repeats: int, *
     tokens = random_tokens(preset, count, length).to(device)
     whole = torch.ones_like(tokens, dtype=torch.bool)
     task = OneBatch(plan, PairBatch(tokens, whole, tokens, tokens, whole))
-    learner = Learner(launch(task, plan.training), task, plan.training)
+    learner = Learner(launch(plan.training), task, plan.training)
     # The first of a shape, those that lead up to a capture, and the capture.
     for _ in range(WARMUP_UPDATES + 2):
         learner.advance()

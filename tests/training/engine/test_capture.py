@@ -173,7 +173,7 @@ def test_refusals(tmp_path):
 def make_learner(monkeypatch, graph, **changes):
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
     settings = config(**changes)
-    made = learner.Learner(launch(TinyTask(), settings), TinyTask(), settings)
+    made = learner.Learner(launch(settings), TinyTask(), settings)
     made._loss_is_graph = graph
     return made
 

@@ -86,7 +86,7 @@ def test_layers_of_translation_are_compiled_once_for_all_lengths():
 def test_an_update_never_waits_for_the_device(accumulate, optimizer):
     settings = config(accelerator="cuda", precision="bf16-mixed", accumulate=accumulate, optimizer=optimizer)
     task = TinyBlocks()
-    learner = Learner(launch(task, settings), task, settings)
+    learner = Learner(launch(settings), task, settings)
     for _ in range(6):
         learner.advance()
     with warnings.catch_warnings():

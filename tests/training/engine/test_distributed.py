@@ -99,13 +99,13 @@ def test_torchrun_has_the_last_word_on_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(ValueError, match="torchrun has started 2 processes"):
-        launch(TinyTask(), config(devices=3))
+        launch(config(devices=3))
     with pytest.raises(ValueError, match="strategy 'single' is for one process, not 2"):
-        launch(TinyTask(), config(strategy="single"))
+        launch(config(strategy="single"))
 
 
 def test_one_process_needs_no_strategy_for_many():
-    assert isinstance(launch(TinyTask(), config()).strategy, SingleDeviceStrategy)
+    assert isinstance(launch(config()).strategy, SingleDeviceStrategy)
 
 
 def test_without_lightning(monkeypatch, tmp_path):

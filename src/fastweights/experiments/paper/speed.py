@@ -128,7 +128,7 @@ def measure(config: Mapping[str, Any], device: str) -> dict[str, Any]:
     corpus = _text(network.vocab_size, tokens * (stretches + 1) * updates + config["batch_size"])
     task = LanguageTask(network, corpus, eval_batch=1, **language_tables.batching(config))
     settings = replace(training_of(config), **local_settings(device, config))
-    learner = Learner(launch(task, settings), task, settings)
+    learner = Learner(launch(settings), task, settings)
     speeds = []
     for _ in range(stretches + 1):
         start = time.perf_counter()

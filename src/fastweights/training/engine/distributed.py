@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastweights.training.engine.config import TrainingConfig
-from fastweights.training.engine.task import Task
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -22,36 +20,23 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 
-class ModelCall:
-    """A function of the model on its way through the wrappers around it.
-
-    Fabric, DDP and FSDP copy and cast the tensors that they find in arguments and results; a carried float32 memory
-    must not come out as bfloat16. They do not look into this object.
-    """
-
-    __slots__ = ("arguments", "function", "result")
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self.function = function
-        self.arguments = arguments
-        self.result: Any = None
-
-
 class Objective(nn.Module):
-    """Runs a `ModelCall`, so that any method of a model works inside the forward pass that wrappers expect."""
+    """Runs a function of the model inside the forward pass that wrappers expect, and returns its first tensor.
+
+    Fabric, DDP and FSDP hang their work of the backward pass on that tensor. They copy and cast all tensors that they
+    find in arguments and results; a carried float32 memory must not come out as bfloat16. So the function brings its
+    arguments, and keeps the rest of its result.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, call: ModelCall) -> Tensor | None:
-        call.result = call.function(self.model, *call.arguments)
-        # The wrappers hang their work of the backward pass on the tensor that comes out.
-        first = call.result[0] if isinstance(call.result, tuple) else None
-        return first if isinstance(first, Tensor) else None
+    def forward(self, function: Callable[[nn.Module], Tensor | None]) -> Tensor | None:
+        return function(self.model)
 
 
-def launch(task: Task, config: TrainingConfig) -> Fabric:
+def launch(config: TrainingConfig) -> Fabric:
     """Start all processes of the configuration and return their Fabric."""
     try:
         from lightning_fabric import Fabric
@@ -74,16 +59,13 @@ def launch(task: Task, config: TrainingConfig) -> Fabric:
         def setup_module(self, module: nn.Module) -> DistributedDataParallel:
             # Lightning does this in a stream of its own, and each backward pass would wait for two.
             devices = None if self.root_device.type == "cpu" else [self.root_device.index]
-            unused = task.unused_parameters
-            return DistributedDataParallel(
-                module, device_ids=devices, find_unused_parameters=unused, gradient_as_bucket_view=True
-            )
+            return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
 
     strategy: Any = "auto"
     if name == "ddp":
         strategy = DataParallel()
     elif name == "fsdp":
-        strategy = ModelParallelStrategy(partial(_shard, task), data_parallel_size=world, tensor_parallel_size=1)
+        strategy = ModelParallelStrategy(_shard, data_parallel_size=world, tensor_parallel_size=1)
     precision: Any = config.precision
     fabric = Fabric(
         accelerator=config.accelerator, devices=devices, num_nodes=nodes, strategy=strategy, precision=precision
@@ -104,12 +86,13 @@ def _processes(config: TrainingConfig) -> tuple[int, int]:
     return int(config.devices), config.nodes
 
 
-def _shard(task: Task, objective: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def _shard(objective: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Let FSDP gather one at a time what the model's `ModuleList`s hold."""
     from torch.distributed.fsdp import fully_shard
 
-    assert isinstance(objective, Objective)
     data_parallel = mesh["data_parallel"]
-    for part in task.shards(objective.model):
+    parts = [part for module in objective.modules() if isinstance(module, nn.ModuleList) for part in module]
+    for part in parts:
         fully_shard(part, mesh=data_parallel)
     fully_shard(objective, mesh=data_parallel)
     return objective

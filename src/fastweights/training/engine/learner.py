@@ -13,7 +13,7 @@ from fastweights.common.allocator import keep_freed_memory
 from fastweights.common.tree import map_tensors, pack, to_device, unpack
 from fastweights.training.engine.capture import CapturedUpdates, refusal
 from fastweights.training.engine.config import GRAPHING_MODES, TrainingConfig
-from fastweights.training.engine.distributed import ModelCall, Objective, gather
+from fastweights.training.engine.distributed import Objective, gather
 from fastweights.training.engine.optim import (
     global_norm,
     learning_rate,
@@ -90,11 +90,18 @@ class Learner:
 
         Compiled code runs only on request: validation has other shapes, and each of them would be compiled.
         """
-        call = ModelCall(function, *arguments)
+        result: Any = None
+
+        def run(model: nn.Module) -> Tensor | None:
+            nonlocal result
+            result = function(model, *arguments)
+            first = result[0] if isinstance(result, tuple) else None
+            return first if isinstance(first, Tensor) else None
+
         eager = not compiled and self.config.compile is not None
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
-            self._module(call)
-        return call.result
+            self._module(run)
+        return result
 
     def advance(self) -> None:
         """Make one update, without waiting for the device."""
@@ -225,11 +232,7 @@ class Learner:
             "meter": pack(self._meter),
             "processes": gather(self.fabric, own),
         }
-        return Contents(self.weights(), training)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the model's weights on the CPU; all processes have to call it."""
-        return snapshot.weights_of(self.model)
+        return Contents(snapshot.weights_of(self.model), training)
 
     def restore(self, contents: Contents) -> None:
         """Go back to what `contents` holds."""

@@ -27,6 +27,7 @@ from fastweights.training.runs.checkpoint import CheckpointError, CheckpointStor
 from fastweights.training.runs.folder import RunFolder
 from fastweights.training.runs.log import RunLog, Sink, memory_in_use
 from fastweights.training.runs.signals import Interrupted, Signals
+from fastweights.training.runs.snapshot import weights_of
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -83,7 +84,7 @@ def train(
         Interrupted: Ctrl-C or SIGTERM, with everything saved; an exit with code 130 or 143.
     """
     out = Path(out)
-    fabric = launch(task, config)
+    fabric = launch(config)
     folder = RunFolder(out)
     log = RunLog(console)
     store = CheckpointStore(out / "checkpoints", config.keep, log.warn)
@@ -156,7 +157,7 @@ class _Trainer:
                 self.write_log()
             elif self.fabric.device.type == "cpu":
                 self.check()
-            if self.due(config.eval_every, last):
+            if last or (config.eval_every is not None and step % config.eval_every == 0):
                 self.validate()
             stop, save, over = self.decide(signals, deadline)
             if last or stop or save or over:
@@ -178,9 +179,6 @@ class _Trainer:
             checkpoint=self.saved,
             wall_s=self.wall,
         )
-
-    def due(self, every: int | None, last: bool) -> bool:
-        return last or (every is not None and self.learner.step % every == 0)
 
     def decide(self, signals: Signals, deadline: float | None) -> tuple[int, int, int]:
         """Say whether a signal came, a checkpoint is due and time is over: the same in all processes."""
@@ -242,7 +240,7 @@ class _Trainer:
             best = score.beats(scores[score.name], known.get(score.name))
             self.log.write("valid", self.learner.step, **scores, best=best, wall_s=self.wall)
             if best:
-                self.write(Contents(self.learner.weights(), None), scores, final=False)
+                self.write(Contents(weights_of(self.learner.model), None), scores, final=False)
         self.paused_s += time.monotonic() - begin
 
     def save(self, final: bool) -> None:

@@ -45,14 +45,11 @@ class Task(ABC):
 
     Attributes:
         score: what the best checkpoint is best at.
-        unused_parameters: whether some batches leave some parameters without gradient, which data parallelism has to
-            be told.
         many_shapes: whether batches come in many shapes, in no order. Then code is compiled once for all of them, and
             each shape that comes again is captured.
     """
 
     score: Score = Score("loss")
-    unused_parameters: bool = False
     many_shapes: bool = False
 
     @abstractmethod
@@ -90,10 +87,6 @@ class Task(ABC):
 
     def place(self, device: torch.device) -> None:  # noqa: B027
         """Take note of the model's device, once, so that data can be put there ahead of time."""
-
-    def shards(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the parts that FSDP gathers one at a time: by default what the model's `ModuleList`s hold."""
-        return [part for module in model.modules() if isinstance(module, nn.ModuleList) for part in module]
 
     def regions(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return parts that are alike, such as the blocks of a stack: what is compiled for one serves them all.
