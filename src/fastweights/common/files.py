@@ -3,7 +3,8 @@
 import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # What is written before it is renamed to its final name: `.NAME.tmp`, a file or a folder.
@@ -33,6 +34,25 @@ def write_durably(path: Path, content: bytes | memoryview) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def locked(path: Path, wait: bool = True) -> Iterator[None]:
+    """Hold a folder, or a file that is made if need be, against other processes; a process that dies lets go.
+
+    They wait for it, or without `wait` get a BlockingIOError. Where the system has no such locks nothing is held.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def remove_stale_temporaries(folder: Path) -> None:

@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -168,21 +168,3 @@ def publish(partial: Path, out: Path, manifest: dict[str, Any], report: Report) 
         path.replace(out / entry["file"])
     report("finishing", 1.0)
     write_atomically(out / _NAME, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
-
-
-@contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold `folder` against other processes where the system can; they wait. A killed process lets go."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        # Some network file systems know no such lock; two preparations at once are then the caller's affair.
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -3,11 +3,12 @@
 import hashlib
 import platform
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import fastweights
-from fastweights.common.files import remove_stale_temporaries
+from fastweights.common.files import locked, remove_stale_temporaries
 from fastweights.common.tables import look_up
 from fastweights.data.manifest import (
     FORMAT,
@@ -17,7 +18,6 @@ from fastweights.data.manifest import (
     checksum,
     damage,
     files,
-    one_at_a_time,
     partial_folder,
     publish,
     read_manifest,
@@ -78,7 +78,10 @@ def prepare(
     request = CorpusRequest(report=report, **{**row.options, **chosen})
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with one_at_a_time(out):
+        with ExitStack() as held:
+            # Some network file systems know no such lock; two preparations at once are then the caller's affair.
+            with suppress(OSError):
+                held.enter_context(locked(out))
             remove_stale_temporaries(out)
             manifest = None if force else _finished(kind, row, path, request, out)
             if manifest is not None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from fastweights.common.files import remove_stale_temporaries
+from fastweights.common.files import locked, remove_stale_temporaries
 from fastweights.ops.cpu.compiler import NATIVE, SOURCES, Level, compile_library, find_compiler, flags, levels
 from fastweights.ops.cpu.views import KINDS
 
@@ -87,16 +87,6 @@ def _announced() -> Iterator[None]:
         timer.cancel()
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock that one process at a time can have."""
-    import fcntl  # not on every system, but wherever there is something to build
-
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _intact(path: Path) -> bool:
     try:
         content = path.read_bytes()
@@ -137,7 +127,7 @@ def library() -> ctypes.CDLL:
         return _load(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _announced(), _locked(path.with_suffix(".lock")):
+        with _announced(), locked(path.with_suffix(".lock")):
             if not _intact(path):
                 _build(compiler, level, path)
             return _load(path)

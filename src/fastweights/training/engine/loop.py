@@ -10,6 +10,7 @@ and after a kill on a CPU its losses are the same bits as those of a run that wa
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from fastweights.training.engine.optim import learning_rate
 from fastweights.training.engine.task import Task
 from fastweights.training.runs import checkpoint as checkpoints
 from fastweights.training.runs.checkpoint import CheckpointError, CheckpointStore, Contents
-from fastweights.training.runs.folder import RunFolder
+from fastweights.training.runs.folder import open_folder
 from fastweights.training.runs.log import RunLog, Sink, memory_in_use
 from fastweights.training.runs.signals import Interrupted, Signals
 from fastweights.training.runs.snapshot import weights_of
@@ -85,17 +86,17 @@ def train(
     """
     out = Path(out)
     fabric = launch(config)
-    folder = RunFolder(out)
     log = RunLog(console)
     store = CheckpointStore(out / "checkpoints", config.keep, log.warn)
 
-    def prepare() -> Path | None:
-        folder.open(task.describe(), config, about or {}, fresh)
-        store.clear_temporaries()
-        newest = store.newest()
-        return newest[0].folder if newest else None
+    with ExitStack() as held:
 
-    try:
+        def prepare() -> Path | None:
+            open_folder(out, task.describe(), config, about or {}, fresh, held)
+            store.clear_temporaries()
+            newest = store.newest()
+            return newest[0].folder if newest else None
+
         source = on_first_process(fabric, prepare)
         learner = Learner(fabric, task, config)
         trainer = _Trainer(fabric, task, config, learner, store, log)
@@ -104,8 +105,6 @@ def train(
         with log, Signals() as signals:
             on_first_process(fabric, lambda: log.open(out, config, task.describe(), learner.step, watch))
             return trainer.run(signals, minutes)
-    finally:
-        folder.close()
 
 
 class _Trainer:

@@ -8,10 +8,11 @@ OUT/previous-1/      an earlier run, moved away when told to start anew
 """
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from fastweights.common.files import remove_stale_temporaries, write_atomically
+from fastweights.common.files import locked, remove_stale_temporaries, write_atomically
 from fastweights.training.engine.config import TrainingConfig
 from fastweights.training.runs.checkpoint import list_checkpoints
 
@@ -23,87 +24,74 @@ class RunError(RuntimeError):
     """A folder that cannot be trained in as asked."""
 
 
-class RunFolder:
-    """`out`, opened by the first process of a run; closed, or freed by the system when the process dies."""
+def open_folder(
+    out: Path, task: dict[str, Any], config: TrainingConfig, about: dict[str, Any], fresh: bool, held: ExitStack
+) -> None:
+    """Take the folder for this configuration, a new one or the run of the same that it holds, until `held` is closed.
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
-        self._lock: IO[str] | None = None
+    Raises:
+        RunError: another process has it, it holds another run, or it cannot be written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        held.enter_context(locked(out / ".lock", wait=False))
+    except BlockingIOError:
+        raise RunError(f"another process is training in {out}; wait for it or choose another folder") from None
+    except OSError as error:
+        raise RunError(f"cannot write to {out}: {error.strerror}; choose another folder") from None
+    remove_stale_temporaries(out)
+    path = out / "config.json"
+    asked = json.loads(json.dumps({"task": task, "training": config.describe()}))
+    if fresh:
+        _move_away(out)
+    if path.exists():
+        _compare(path, asked)
+    elif any(list_checkpoints(out / "checkpoints", kind) for kind in ("step", "best")):
+        raise RunError(
+            f"{out} holds checkpoints without their {path.name}, so that nobody can tell whether they are of "
+            "this configuration; copy it back, choose another folder, or start anew (which moves them away)"
+        )
+    write_atomically(path, (json.dumps({"format": FORMAT, **asked, "about": about}, indent=1) + "\n").encode())
 
-    def open(self, task: dict[str, Any], config: TrainingConfig, about: dict[str, Any], fresh: bool) -> None:
-        """Take the folder for this configuration: a new one, or the run of the same that it holds."""
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            self._take()
-        except OSError as error:
-            raise RunError(f"cannot write to {self.out}: {error.strerror}; choose another folder") from None
-        remove_stale_temporaries(self.out)
-        path = self.out / "config.json"
-        asked = json.loads(json.dumps({"task": task, "training": config.describe()}))
-        if fresh:
-            self._move_away()
-        if path.exists():
-            self._compare(path, asked)
-        elif any(list_checkpoints(self.out / "checkpoints", kind) for kind in ("step", "best")):
-            raise RunError(
-                f"{self.out} holds checkpoints without their {path.name}, so that nobody can tell whether they are of "
-                "this configuration; copy it back, choose another folder, or start anew (which moves them away)"
-            )
-        write_atomically(path, (json.dumps({"format": FORMAT, **asked, "about": about}, indent=1) + "\n").encode())
 
-    def close(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+def _compare(path: Path, asked: dict[str, Any]) -> None:
+    """Refuse to go on with a run of another configuration."""
+    try:
+        stored = json.loads(path.read_text())
+        known = stored["format"] == FORMAT
+        before = _flat({"task": stored["task"], "training": stored["training"]}) if known else {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} is not the configuration of a run ({error!r}); choose another folder") from None
+    if not known:
+        raise RunError(f"{path} has format {stored['format']!r}, this version reads format {FORMAT}")
+    now = _flat(asked)
+    free = {f"training.{name}" for name in TrainingConfig.free()}
+    names = sorted((before.keys() | now.keys()) - free)
+    absent = object()
+    differing = [
+        f"{name}: {_show(before.get(name, absent))} there, {_show(now.get(name, absent))} asked for"
+        for name in names
+        if before.get(name, absent) != now.get(name, absent)
+    ]
+    if differing:
+        raise RunError(
+            f"{path.parent} holds a run of another configuration:\n  "
+            + "\n  ".join(differing)
+            + "\nask for the same to resume it, choose another folder, or start anew (which moves it away)"
+        )
 
-    def _take(self) -> None:
-        try:
-            import fcntl
-        except ImportError:
-            return
-        self._lock = (self.out / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise RunError(f"another process is training in {self.out}; wait for it or choose another folder") from None
 
-    def _compare(self, path: Path, asked: dict[str, Any]) -> None:
-        try:
-            stored = json.loads(path.read_text())
-            known = stored["format"] == FORMAT
-            before = _flat({"task": stored["task"], "training": stored["training"]}) if known else {}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path} is not the configuration of a run ({error!r}); choose another folder") from None
-        if not known:
-            raise RunError(f"{path} has format {stored['format']!r}, this version reads format {FORMAT}")
-        now = _flat(asked)
-        free = {f"training.{name}" for name in TrainingConfig.free()}
-        names = sorted((before.keys() | now.keys()) - free)
-        absent = object()
-        differing = [
-            f"{name}: {_show(before.get(name, absent))} there, {_show(now.get(name, absent))} asked for"
-            for name in names
-            if before.get(name, absent) != now.get(name, absent)
-        ]
-        if differing:
-            raise RunError(
-                f"{self.out} holds a run of another configuration:\n  "
-                + "\n  ".join(differing)
-                + "\nask for the same to resume it, choose another folder, or start anew (which moves it away)"
-            )
-
-    def _move_away(self) -> None:
-        present = [self.out / name for name in _CONTENTS if (self.out / name).exists()]
-        if not present:
-            return
-        number = 1
-        while (self.out / f"previous-{number}").exists():
-            number += 1
-        aside = self.out / f"previous-{number}"
-        aside.mkdir()
-        for path in present:
-            path.replace(aside / path.name)
+def _move_away(out: Path) -> None:
+    present = [out / name for name in _CONTENTS if (out / name).exists()]
+    if not present:
+        return
+    number = 1
+    while (out / f"previous-{number}").exists():
+        number += 1
+    aside = out / f"previous-{number}"
+    aside.mkdir()
+    for path in present:
+        path.replace(aside / path.name)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
