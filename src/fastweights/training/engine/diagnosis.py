@@ -1,6 +1,5 @@
 """What to say when a loss is no longer a number."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,39 +33,28 @@ class Diverged(RuntimeError):
 
     Attributes:
         step: the update, counted from 1, in which it was first seen.
+        loss: that of the update when it was repeated.
         report: the tensors of that update's model, forward order first.
         checkpoint: the last good one, None when there is none.
     """
 
     def __init__(self, step: int, loss: float, report: list[Health], checkpoint: Path | None) -> None:
-        self.step, self.report, self.checkpoint = step, report, checkpoint
-        notable = [health for health in report if health.broken]
-        large = sorted((h for h in report if not h.broken and h.largest > _LARGE), key=lambda h: -h.largest)
+        super().__init__(step, loss, report, checkpoint)
+        self.step, self.loss, self.report, self.checkpoint = step, loss, report, checkpoint
+
+    def __str__(self) -> str:
+        notable = [health for health in self.report if health.broken]
+        large = sorted((h for h in self.report if not h.broken and h.largest > _LARGE), key=lambda h: -h.largest)
         lines = [f"  {health}" for health in [*notable[:_SHOWN], *large[:_SHOWN]]]
         if len(notable) > _SHOWN:
             lines.insert(_SHOWN, f"  and {len(notable) - _SHOWN} more tensors that are not finite")
         if not lines:
-            biggest = sorted(report, key=lambda health: -health.largest)[:3]
+            biggest = sorted(self.report, key=lambda health: -health.largest)[:3]
             lines = ["  all finite when the update was repeated; the largest:", *(f"  {health}" for health in biggest)]
-        where = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint before it"
-        super().__init__(
-            "\n".join(
-                [
-                    f"the loss or gradient of step {step} is not finite (loss {loss:g} when repeated); {where}",
-                    *lines,
-                    "  a lower learning rate, a longer warm-up or a smaller clip may help",
-                ]
-            )
-        )
-
-    def __reduce__(self) -> Any:
-        return _revive, (str(self), self.step, self.report, self.checkpoint)
-
-
-def _revive(message: str, step: int, report: list[Health], checkpoint: Path | None) -> Diverged:
-    error = Diverged(step, math.nan, report, checkpoint)
-    error.args = (message,)
-    return error
+        last = self.checkpoint
+        where = f"the last good checkpoint is {last}" if last else "there is no checkpoint before it"
+        what = f"the loss or gradient of step {self.step} is not finite (loss {self.loss:g} when repeated); {where}"
+        return "\n".join([what, *lines, "  a lower learning rate, a longer warm-up or a smaller clip may help"])
 
 
 def examine(model: nn.Module, run: Callable[[], Tensor]) -> tuple[float, list[Health]]:
