@@ -43,11 +43,15 @@ def test_each_reason_to_stop_counts_from_its_number_on(step, loss, stopped):
     assert result.observe(cell, step, loss) == bool(stopped) and result.stopped == stopped
 
 
-@pytest.mark.parametrize(("cells", "jobs", "processes"), [(3, 1, None), (1, 4, None), (2, 2, 2), (3, 8, 3)])
+@pytest.mark.parametrize(("cells", "jobs", "processes"), [(3, 1, 1), (1, 4, 1), (2, 2, 2), (3, 8, 3), (0, 2, 1)])
 def test_processes_are_started_for_several_cells_at_a_time(monkeypatch, cells, jobs, processes):
     started = []
-    monkeypatch.setattr(retrieval, "train_cell", lambda cell, on_progress: cell.seed)
-    monkeypatch.setattr(retrieval, "_train_in_processes", lambda cells, jobs, on_progress: started.append(jobs) or [])
+
+    def in_processes(work, tasks, jobs, on_report):
+        started.append(jobs)
+        yield from ((number, task.seed) for number, task in enumerate(tasks))
+
+    monkeypatch.setattr(retrieval, "in_processes", in_processes)
     given = [config(seed=seed) for seed in range(cells)]
-    here = [result for _, result in retrieval.train(given, jobs=jobs)]
-    assert (started, here) == (([], list(range(cells))) if processes is None else ([processes], []))
+    assert list(retrieval.train(given, jobs=jobs)) == [(cell, cell.seed) for cell in given]
+    assert started == [processes]

@@ -33,22 +33,12 @@ def train(
         raise ValueError(f"jobs must be at least 1, got {jobs!r}")
     if torch.device(device).type == "cuda":
         yield from train_cuda(configs, device, jobs, on_progress)
-    elif jobs == 1 or len(configs) < 2:
-        for config in configs:
-            yield config, train_cell(config, on_progress)
-    else:
-        yield from _train_in_processes(configs, min(jobs, len(configs)), on_progress)
-
-
-def _train_in_processes(
-    configs: Sequence[RetrievalConfig], jobs: int, on_progress: OnProgress | None
-) -> Iterator[tuple[RetrievalConfig, RetrievalResult]]:
-    """Train on the CPU with `jobs` processes, which end with this iterator at the latest."""
+        return
 
     def report(number: int, config: RetrievalConfig, step: int, loss: float) -> None:
         if on_progress is not None:
             on_progress(config, step, loss)
 
-    with closing(in_processes(train_cell, configs, jobs, report)) as results:
+    with closing(in_processes(train_cell, configs, max(1, min(jobs, len(configs))), report)) as results:
         for number, result in results:
             yield configs[number], result

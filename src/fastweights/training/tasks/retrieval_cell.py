@@ -105,14 +105,14 @@ class RetrievalResult:
 
     def observe(self, config: RetrievalConfig, step: int, loss: float) -> bool:
         """Take an evaluation into account; True when it is the last."""
-        if not math.isfinite(loss):
-            self.steps, self.last_loss, self.stopped = step, math.nan, "diverged"
-            self.curve.append((step, math.nan))
-            return True
+        loss = loss if math.isfinite(loss) else math.nan
         self.steps, self.last_loss = step, loss
         self.curve.append((step, loss))
+        # NaN can only be the last, and `min` passes over it.
         best_step, self.best_loss = min(self.curve, key=lambda point: point[1])
-        if loss <= config.target:
+        if math.isnan(loss):
+            self.stopped = "diverged"
+        elif loss <= config.target:
             self.stopped = "target"
         elif step - best_step >= config.patience:
             self.stopped = "patience"
