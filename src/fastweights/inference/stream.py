@@ -9,6 +9,7 @@ stream.save("past.safetensors")                                    # Stream.load
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -250,21 +251,14 @@ class Stream:
         if self._every and self.position % self._every == 0:
             self._snapshots[self.position] = self.snapshot()
 
-    def fork(self) -> Stream:
+    def fork(self) -> Self:
         """Return a second stream with the same past; neither sees what the other is fed from here on.
 
         States are shared, and nothing is copied but what a CUDA graph would overwrite: each stream replaces its own
         when it is fed.
         """
-        other = Stream(
-            self.model,
-            self.snapshot(),
-            graph=self._graph,
-            tokenizer=self._tokenizer,
-            snapshot_every=self._every,
-            snapshot_last=self._last,
-        )
-        other._compression = self._compression
+        other = copy(self)
+        other._past, other._captured = self.snapshot(), None
         other._snapshots, other._begins = dict(self._snapshots), list(self._begins)
         return other
 
@@ -323,11 +317,9 @@ class SlidingWindow:
         """Bytes of the tokens kept."""
         return self._tokens.nbytes
 
-    def fork(self) -> SlidingWindow:
+    def fork(self) -> Self:
         """Return a second window with the same past."""
-        other = SlidingWindow(self.model, self.length)
-        other._tokens = self._tokens
-        return other
+        return copy(self)
 
 
 def open_reader(model: LanguageModel, length: int, carried: bool = False) -> Stream | SlidingWindow:
