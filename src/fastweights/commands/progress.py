@@ -30,17 +30,16 @@ class Display:
         # The newest last.
         self._running: dict[str, str] = {}
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=console, transient=True)
+        note = TextColumn("{task.fields[note]}")
+        self._bars = Progress(*columns, note, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bars.add_task("", total=total, note="")
 
     def __enter__(self) -> Self:
-        if self.console.is_terminal:
-            self._bars.start()
+        self._bars.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.console.is_terminal:
-            self._bars.stop()
+        self._bars.stop()
 
     def begin(self, experiment: Experiment, known: Sequence[Cell], missing: Sequence[Cell]) -> None:
         self._experiment = experiment

@@ -136,22 +136,19 @@ class Terminal:
         self.console = console
         self.steps = steps
         self._due = time.monotonic() + FIRST_LINE_S
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-            times = (TimeElapsedColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, *times, console=console, transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("training", total=steps, completed=step)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        times = (TimeElapsedColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal)
+        self._bar.start()
+        self._task = self._bar.add_task("training", total=steps, completed=step)
 
     def write(self, record: Mapping[str, Any]) -> None:
         if record["kind"] != "event":
             self.say(self._line(record))
 
     def advance(self, step: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step)
-        elif time.monotonic() >= self._due:
+        self._bar.update(self._task, completed=step)
+        if not self.console.is_terminal and time.monotonic() >= self._due:
             self.say(f"step {step}/{self.steps}")
 
     def say(self, text: str) -> None:
@@ -159,8 +156,7 @@ class Terminal:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def _line(self, record: Mapping[str, Any]) -> str:
         place = f"step {record['step']}/{self.steps}"
