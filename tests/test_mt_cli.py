@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fastweights.cli import app
 from fastweights.inference.translate import translate
 from fastweights.training.runs.saved import TranslationRun
-from fastweights.training.tasks.translation import bleu
+from fastweights.training.tasks.bleu import bleu
 from tests.training.small_pairs import SMALL, small_pairs
 from tests.training.small_text import as_options, small_corpus, spoil
 from tests.training.small_text import run as run_lm

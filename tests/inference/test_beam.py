@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from fastweights.data.pairs.corpus import BOS, EOS, PAD
+from fastweights.data.pairs.bpe import BOS, EOS, PAD
 from fastweights.inference.beam import EXTRA_LENGTH, Search, beam_search
 from tests.models.test_translation import V, make
 

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -108,7 +109,7 @@ def lm(
     wall = time.monotonic() - start
     about = {
         **_about(run, source, scored.split, scored.name, scored.fingerprint),
-        "protocol": how.describe(),
+        "protocol": asdict(how),
         "documents": opened.documents,
     }
     if how.carry:

@@ -31,7 +31,6 @@ from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.prepare import prepare
 from fastweights.data.text.corpus import Corpus
 from fastweights.data.text.documents import DOCUMENTS
-from fastweights.data.tokenizer import Tokenizer
 from fastweights.models.language_model import NAMES
 from fastweights.models.presets import MIXER_CHOICES, PRESETS, RECIPES, SIZES
 from fastweights.models.translation_config import ATTENTIONS
@@ -180,7 +179,7 @@ def lm(
         words = f"{len(corpus.train):,} {corpus.tokenizer.unit}s of {corpus.manifest['name']}"
         cut = f"in batches of {task.batch_size} segments of {task.segment}, context {task.context}"
         announce(task, f"{words}, {cut}", out)
-        result = run_training(task, config, out, corpus, corpus.tokenizer, training)
+        result = run_training(task, config, out, corpus, training)
     rows = f" (segments of {task.segment} in {task.eval_batch} rows)"
     run = shlex.quote(str(out))
     conclude(
@@ -241,7 +240,7 @@ def mt(
         announce(task, f"{pairs}{long}, {task.batches_per_epoch:,} batches per epoch", out)
         if "performer" in task.model.attentions and not task.model.redraw and first_process():
             say("The Performer keeps its random features as first drawn; --set redraw=true draws new ones each batch.")
-        result = run_training(task, config, out, corpus, corpus.tokenizer, training)
+        result = run_training(task, config, out, corpus, training)
     scores = [f"BLEU {result.best['bleu']:.1f}"] if "bleu" in result.best else []
     scores += [f"perplexity {result.best['ppl']:.2f}"] if result.best else []
     run, split = shlex.quote(str(out)), "test" if "test" in corpus.splits else "valid"
@@ -299,12 +298,7 @@ def announce(task: Any, data: str, out: Path) -> None:
 
 
 def run_training(
-    task: Task,
-    config: TrainingConfig,
-    out: Path,
-    corpus: Corpus | ParallelCorpus,
-    tokenizer: Tokenizer,
-    options: TrainingOptions,
+    task: Task, config: TrainingConfig, out: Path, corpus: Corpus | ParallelCorpus, options: TrainingOptions
 ) -> Result:
     """Train with progress on the terminal; what goes wrong ends the command with a sentence and an exit code."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -313,7 +307,7 @@ def run_training(
     about |= {**origin(device), "command": shlex.join(["fastweights", *sys.argv[1:]])}
     try:
         with input_errors((ValueError, ImportError)):
-            keep_tokenizer(out, tokenizer, options.fresh)
+            keep_tokenizer(out, corpus.tokenizer, options.fresh)
             how: dict[str, Any] = {"fresh": options.fresh, "minutes": options.minutes, "about": about}
             return train(task, config, out, **how, console=Console(stderr=True))
     except RunError as error:

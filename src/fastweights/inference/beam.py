@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fastweights.data.pairs.corpus import BOS, EOS, PAD
+from fastweights.data.pairs.bpe import BOS, EOS, PAD
 
 # What a translation may be longer than its source (Vaswani et al.).
 EXTRA_LENGTH = 50

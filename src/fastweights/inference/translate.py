@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from fastweights.data.pairs.corpus import EOS, PAD, PairTokenizer
+from fastweights.data.pairs.bpe import EOS, PAD, PairTokenizer
 from fastweights.inference.beam import Search, beam_search
 from fastweights.inference.capture import CapturedStep
 from fastweights.models.translation import Encoded, TranslationModel, TranslationState

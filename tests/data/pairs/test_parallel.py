@@ -46,7 +46,7 @@ def test_round_trip(files, tmp_path):
     manifest, fresh = prepare("parallel", folder, tmp_path / "out", vocab=300)
     corpus = ParallelCorpus.load(tmp_path / "out", verify=True)
     assert fresh and manifest == corpus.manifest and manifest["name"] == "files" and not manifest["official"]
-    assert (corpus.source_language, corpus.target_language) == ("en", "de")
+    assert corpus.manifest["languages"] == ["en", "de"]
     assert corpus.tokenizer.size == 300 and corpus.split("train").source(0).dtype == np.uint16
     for name, expected in splits.items():
         split = corpus.split(name)

@@ -15,10 +15,7 @@ from torch import Tensor
 
 from fastweights.common.tables import at_least_one, look_up
 from fastweights.data.manifest import DataError, fingerprint, finished
-from fastweights.data.pairs.bpe import BOS, EOS, PAD, UNK, PairTokenizer
-
-__all__ = ["BOS", "EOS", "PAD", "UNK", "PairBatch", "PairBatches", "PairTokenizer", "ParallelCorpus", "ParallelSplit"]
-
+from fastweights.data.pairs.bpe import BOS, EOS, PAD, PairTokenizer
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -86,11 +83,9 @@ class ParallelSplit:
         # Only \n ends a line.
         return self._path(f"{side}_text").read_bytes().decode().removesuffix("\n").split("\n")
 
-    def batches(
-        self, max_tokens: int, *, seed: int = 0, max_length: int | None = None, shuffle: bool = True, pad_to: int = 8
-    ) -> "PairBatches":
-        """Cut for training and evaluation: see `PairBatches`."""
-        return PairBatches(self, max_tokens, seed=seed, max_length=max_length, shuffle=shuffle, pad_to=pad_to)
+    def batches(self, max_tokens: int, **options: Any) -> "PairBatches":
+        """Cut for training and evaluation; the options are those of `PairBatches`."""
+        return PairBatches(self, max_tokens, **options)
 
 
 class PairBatch(NamedTuple):
@@ -109,11 +104,6 @@ class PairBatch(NamedTuple):
     target_in: Tensor
     target_out: Tensor
     target_mask: Tensor
-
-    @property
-    def tokens(self) -> int:
-        """Target tokens that are scored, EOS among them."""
-        return int(self.target_mask.sum())
 
 
 class PairBatches:
@@ -249,11 +239,3 @@ class ParallelCorpus:
     def fingerprint(self) -> str:
         """A name of these pairs and this tokenizer, wherever they lie, by which a run knows its corpus."""
         return fingerprint(self.manifest)
-
-    @property
-    def source_language(self) -> str:
-        return str(self.manifest["languages"][0])
-
-    @property
-    def target_language(self) -> str:
-        return str(self.manifest["languages"][1])

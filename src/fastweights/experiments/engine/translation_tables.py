@@ -102,7 +102,7 @@ def identify(folder: Path) -> dict[str, Any]:
     corpus = ParallelCorpus.load(folder)
     names = {"numbers": "number words"}
     name = names.get(corpus.manifest["kind"], corpus.manifest["name"])
-    languages = f"{corpus.source_language}-{corpus.target_language}"
+    languages = "-".join(corpus.manifest["languages"])
     name = name if name.endswith(languages) else f"{name}, {languages}"
     return {
         "name": name_with_warning(name, corpus.manifest),

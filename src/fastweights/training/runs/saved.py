@@ -18,7 +18,8 @@ import torch
 from fastweights.common.files import write_atomically
 from fastweights.common.provenance import PACKAGE
 from fastweights.common.tables import check_types
-from fastweights.data.pairs.corpus import PairTokenizer, ParallelCorpus
+from fastweights.data.pairs.bpe import PairTokenizer
+from fastweights.data.pairs.corpus import ParallelCorpus
 from fastweights.data.text.corpus import Corpus
 from fastweights.data.tokenizer import TOKENIZERS, Tokenizer
 from fastweights.models.language_model import LanguageModel, LanguageModelConfig

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from fastweights.data.pairs.corpus import PairTokenizer
+from fastweights.data.pairs.bpe import PairTokenizer
 from fastweights.data.tokenizer import Tokenizer
 from fastweights.inference.sample import Sampling, generate
 from fastweights.inference.stream import SlidingWindow, Stream, open_reader

@@ -9,8 +9,8 @@ carried   segments of L words in which the state of one is carried into the next
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,10 +74,6 @@ class Protocol:
     carry: bool = False
     mem_len: int | None = None
     clamp_len: int | None = None
-
-    def describe(self) -> dict[str, Any]:
-        """Return all fields, for JSON."""
-        return asdict(self)
 
     @property
     def slug(self) -> str:

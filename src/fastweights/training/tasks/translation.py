@@ -22,8 +22,6 @@ from fastweights.training.engine.config import Fields, TrainingConfig, TrainingP
 from fastweights.training.engine.task import LossOutcome, Score, Task
 from fastweights.training.tasks.bleu import Bleu, bleu, require_sacrebleu
 
-__all__ = ["Bleu", "TranslationTask", "assemble_translation", "bleu", "plan_translation"]
-
 # Sentences of the validation set that a validation translates, by greedy search.
 BLEU_SENTENCES = 500
 BLEU_BEAM = 1
