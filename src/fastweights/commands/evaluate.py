@@ -146,7 +146,7 @@ def mt(
     The score is computed on plain text, against the unmodified references.
     """
     with run_errors():
-        require("sacrebleu", "tokenizers")
+        require("sacrebleu")
         check_names(checkpoint, split)
         check_batch(batch)
         Search(beam=beam, length_penalty=length_penalty)

@@ -31,7 +31,6 @@ EXTRAS = {
     "onnxruntime": "onnx",
     "onnxscript": "onnx",
     "sacrebleu": "mt",
-    "tokenizers": "mt",
     "transformers": "hf",
 }
 # What --precision takes, and the name it has in a configuration.

@@ -227,7 +227,7 @@ def mt(
             attentions = {"encoder": encoder, "decoder": decoder, "cross": cross}
             chosen = training.chosen(MT_FIELDS, **attentions, features=features, nu=nu, rule=rule, max_tokens=tokens)
             scoring = ["sacrebleu"] if chosen.get("bleu_sentences", 1) else []
-            require("lightning_fabric", "tokenizers", *scoring, *([] if data else ["num2words"]))
+            require("lightning_fabric", *scoring, *([] if data else ["num2words"]))
             # Before a corpus is prepared for a model that cannot be.
             plan_translation(1, preset=preset, attention=attention, **chosen)
             folder = data or prepare_once("numbers", "number words in English and German", NUMBERS)

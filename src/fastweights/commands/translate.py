@@ -9,7 +9,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from fastweights.commands.options import Device, option, pick_device, require
+from fastweights.commands.options import Device, option, pick_device
 from fastweights.commands.results import (
     Beam,
     LengthPenalty,
@@ -59,7 +59,6 @@ def translate(
     All lines that have arrived are translated together, in batches of similar length, without waiting for more.
     """
     with run_errors():
-        require("tokenizers")
         check_names(checkpoint)
         check_batch(batch)
         search = Search(beam=beam, length_penalty=length_penalty, n_best=n_best, max_length=max_length)

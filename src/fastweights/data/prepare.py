@@ -26,7 +26,7 @@ from fastweights.data.manifest import (
 from fastweights.data.pairs.files import language_of
 from fastweights.data.registry import CORPORA, PUBLISHED_SETS, CorpusKind
 from fastweights.data.sources import Built, CorpusFiles, CorpusRequest, Source, fetch
-from fastweights.data.tokenizer import TOKENIZERS, byte_pair_library
+from fastweights.data.tokenizer import TOKENIZERS
 
 _LEAST = {"min_count": 1, "pairs": 1, "held_out": 1, "highest": 999}
 # Names that options had in version 0.1.0, and have in its manifests.
@@ -95,8 +95,6 @@ def _check_tokens(options: dict[str, Any]) -> None:
     """Refuse a kind of tokens that is not there, or options that it does not have."""
     tokens = options.get("tokens", "words")
     look_up(TOKENIZERS, tokens, "kind of tokens")
-    if tokens == "bpe":
-        byte_pair_library()
     for name in ("min_count", "vocabulary_size"):
         if tokens == "bytes" and name in options:
             shown = f"--{name.replace('_', '-')} {options[name]}"

@@ -196,7 +196,6 @@ CORPORA: dict[str, CorpusKind] = {
         official=Official("WMT14 en-de", None, (3_900_000, 4_600_000), (3_000, 3_000), (2_737, 3_003)),
         hub=Hub("wmt/wmt14", "de-en", write_wmt),
         options=_FILES | {"vocabulary_size": 32_000},
-        needs=("tokenizers",),
     ),
     "parallel": CorpusKind(
         "aligned files of two languages, sentence pairs",
@@ -204,7 +203,6 @@ CORPORA: dict[str, CorpusKind] = {
         find_pairs,
         build_from_files,
         options=_FILES | _LANGUAGES | {"vocabulary_size": 32_000},
-        needs=("tokenizers",),
     ),
     "numbers": CorpusKind(
         "English number words to German ones, sentence pairs; needs no files",
@@ -212,6 +210,6 @@ CORPORA: dict[str, CorpusKind] = {
         None,
         numbers.build,
         options={"pairs": 20_000, "held_out": 500, "highest": 999, "vocabulary_size": 400},
-        needs=("num2words", "tokenizers"),
+        needs=("num2words",),
     ),
 }

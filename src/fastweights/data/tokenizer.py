@@ -16,6 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, ClassVar, Self
 
+import tokenizers
+from tokenizers import pre_tokenizers
+
 from fastweights.data.manifest import DataError
 
 EOS = "<eos>"
@@ -230,9 +233,9 @@ class PieceTokenizer(SpelledTokenizer):
     specials: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, content: bytes) -> None:
-        self._content, library, count, letters = content, byte_pair_library(), len(self.specials), byte_letters()
+        self._content, count, letters = content, len(self.specials), byte_letters()
         try:
-            self._inner = library.Tokenizer.from_str(content.decode())
+            self._inner = tokenizers.Tokenizer.from_str(content.decode())
             vocabulary: dict[str, int] = json.loads(content)["model"]["vocab"]
             words = sorted(vocabulary, key=vocabulary.__getitem__)
             super().__init__([b""] * count + [bytes(letters[letter] for letter in word) for word in words[count:]])
@@ -250,11 +253,10 @@ class PieceTokenizer(SpelledTokenizer):
         size = PIECES if size is None else size
         least = len(cls.specials) + len(BYTES)
         _check_size(size, least, f"bytes and specials are {least} pieces")
-        library = byte_pair_library()
-        inner = library.Tokenizer(library.models.BPE())
-        inner.pre_tokenizer = cls._pre_tokenizer(library.pre_tokenizers)
-        inner.decoder = library.decoders.ByteLevel()
-        trainer = library.trainers.BpeTrainer(
+        inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+        inner.pre_tokenizer = cls._pre_tokenizer()
+        inner.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=size,
             min_frequency=max(min_count, 2),
             show_progress=False,
@@ -267,11 +269,10 @@ class PieceTokenizer(SpelledTokenizer):
         return cls((json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode())
 
     @classmethod
-    def _pre_tokenizer(cls, library: Any) -> Any:
+    def _pre_tokenizer(cls) -> Any:
         """Return what cuts a text into lines, and those into words with the space before them."""
-        return library.Sequence(
-            [library.Split("\n", "merged_with_previous"), library.ByteLevel(add_prefix_space=False)]
-        )
+        lines = pre_tokenizers.Split("\n", "merged_with_previous")
+        return pre_tokenizers.Sequence([lines, pre_tokenizers.ByteLevel(add_prefix_space=False)])
 
     @classmethod
     def _lines(cls, text: str) -> list[str]:
@@ -315,12 +316,3 @@ def byte_letters() -> dict[str, int]:
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [number for number in range(256) if number not in visible]
     return {chr(number): number for number in visible} | {chr(256 + n): number for n, number in enumerate(hidden)}
-
-
-def byte_pair_library() -> Any:
-    """Return the `tokenizers` library, which only byte pair encoding takes."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise DataError("byte pair encoding takes tokenizers: pip install tokenizers") from None
-    return tokenizers

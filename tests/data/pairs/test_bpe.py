@@ -1,7 +1,5 @@
 """Byte pair encoding: every text comes back, specials are never made from text, and training has one outcome."""
 
-import sys
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,9 +60,3 @@ def test_what_is_no_tokenizer():
         PairTokenizer.load(b"{}")
     with pytest.raises(DataError, match=r"pieces 0 … 3 .*'<bos>'"):
         PairTokenizer.load(TOKENIZER.dump().replace(b'"<s>"', b'"<bos>"'))
-
-
-def test_without_the_library(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match="pip install tokenizers"):
-        PairTokenizer.train(TEXTS, 300)

@@ -4,7 +4,6 @@ import bz2
 import gzip
 import json
 import lzma
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -130,7 +129,7 @@ def refused(source, tmp_path, message, **options):
         prepare("text", source, tmp_path / "out", **options)
 
 
-def test_what_is_refused(source, tmp_path, monkeypatch):
+def test_what_is_refused(source, tmp_path):
     refused(source, tmp_path, "unknown kind of tokens 'character'; did you mean 'characters'", tokens="character")
     refused(source, tmp_path, "--min-count 2 has no meaning with --tokens bytes", tokens="bytes", min_count=2)
     refused(source, tmp_path, "--vocabulary-size must be at least 2, got 1", vocabulary_size=1)
@@ -138,11 +137,6 @@ def test_what_is_refused(source, tmp_path, monkeypatch):
         refused(source, tmp_path, "--vocabulary-size must be at least 256, got 99", tokens=kind, vocabulary_size=99)
     with pytest.raises(DataError, match="'wikitext2' has no --tokens; those that have it: text, embedded"):
         prepare("wikitext2", source, tmp_path / "out", tokens="bpe")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match="takes tokenizers: pip install tokenizers"):
-        prepare("text", source, tmp_path / "bpe", tokens="bpe")
-    assert not (tmp_path / "bpe").exists()
-    prepare("text", source, tmp_path / "characters", tokens="characters")
 
 
 def run(*arguments):

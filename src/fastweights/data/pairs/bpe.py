@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
+from tokenizers import pre_tokenizers
+
 from fastweights.data.tokenizer import PieceTokenizer
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
@@ -19,8 +21,8 @@ class PairTokenizer(PieceTokenizer):
     specials = ("<pad>", "<s>", "</s>", "<unk>")
 
     @classmethod
-    def _pre_tokenizer(cls, library: Any) -> Any:
-        return library.ByteLevel(add_prefix_space=False)
+    def _pre_tokenizer(cls) -> Any:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
 
     @classmethod
     def _lines(cls, text: str) -> list[str]:

@@ -225,7 +225,7 @@ EXPERIMENT = Experiment(
     inputs=translation_tables.INPUTS,
     fields=FIELDS,
     stored=translation_tables.STORED,
-    needs=("lightning_fabric", "sacrebleu", "tokenizers"),
+    needs=("lightning_fabric", "sacrebleu"),
     paper_corpus="WMT14 en-de",
     describe=describe,
     decided_by="the paper's 35,000 updates on WMT14 with D = 1024, at scale paper",
