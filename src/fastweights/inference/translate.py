@@ -47,6 +47,7 @@ def translate(
     return [translations[0].text if translations else "" for translations in ranked]
 
 
+@torch.no_grad()
 def n_best(
     model: TranslationModel,
     tokenizer: PairTokenizer,
@@ -56,32 +57,21 @@ def n_best(
     batch: int | None = None,
     device: str | torch.device | None = None,
     graph: bool | None = None,
+    decoder: TranslationModel | CapturedDecoder | None = None,
     report: Report = lambda done, total: None,
 ) -> list[list[Translation]]:
     """Return the n best translations of every line, best first, none for an empty one.
 
     Lines of like length are searched together, the longest first, `batch` at a time or as many as suit the device;
     `report` is told how many are done of how many. With `graph` steps are CUDA graphs, for fast weights in the decoder
-    and on a GPU; by default they are wherever they can be.
+    and on a GPU; by default they are wherever they can be. A `decoder` that has served other lines keeps its graphs.
     """
-    if device is not None:
-        model.to(device)
-    return _n_best(model, _decoder(model, graph), tokenizer, lines, search, batch, report)
-
-
-@torch.no_grad()
-def _n_best(
-    model: TranslationModel,
-    decoder: TranslationModel | CapturedDecoder,
-    tokenizer: PairTokenizer,
-    lines: Sequence[str],
-    search: Search,
-    batch: int | None,
-    report: Report = lambda done, total: None,
-) -> list[list[Translation]]:
-    """Do what `n_best` does with a decoder that may have served other lines before."""
     if batch is not None and batch < 1:
         raise ValueError(f"batch must be at least 1 line, got {batch}")
+    if device is not None:
+        model.to(device)
+    if decoder is None:
+        decoder = _decoder(model, graph)
     device, training = model.embedding.weight.device, model.training
     model.eval()
     results: list[list[Translation]] = [[] for _ in lines]
@@ -118,7 +108,7 @@ def stream(
     """Translate lines without end, in their order, as `n_best` does: each group before the next is asked for."""
     decoder = _decoder(model, graph)
     for lines in groups:
-        yield from _n_best(model, decoder, tokenizer, lines, search, batch)
+        yield from n_best(model, tokenizer, lines, search, batch=batch, decoder=decoder)
 
 
 def _decoder(model: TranslationModel, graph: bool | None) -> TranslationModel | CapturedDecoder:
