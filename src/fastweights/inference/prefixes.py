@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from fastweights.common.files import remove_stale_temporaries, write_atomically
-from fastweights.inference.snapshot import Snapshot, dump_snapshots, load_snapshots
+from fastweights.common.files import remove_stale_temporaries
+from fastweights.inference.snapshot import Snapshot, load_snapshots, save_snapshots
 from fastweights.inference.stream import Stream
 from fastweights.models.language_model import LanguageModel
 
@@ -126,7 +126,7 @@ class PrefixStore:
         self._hold(key, snapshot)
         path = self._path(key)
         if path is not None and not path.exists():
-            write_atomically(path, dump_snapshots(self.model, {"prefix": snapshot}))
+            save_snapshots(path, self.model, {"prefix": snapshot})
             self._shrink_folder(path)
 
     def _hold(self, key: bytes, snapshot: Snapshot) -> None:

@@ -49,11 +49,6 @@ class Snapshot:
 
 def save_snapshots(path: Path | str, model: LanguageModel, snapshots: Mapping[str, Snapshot]) -> None:
     """Write snapshots by name to a safetensors file, which `load_snapshots` reads for the same model."""
-    write_atomically(Path(path), dump_snapshots(model, snapshots))
-
-
-def dump_snapshots(model: LanguageModel, snapshots: Mapping[str, Snapshot]) -> bytes:
-    """Return the content of the file that `save_snapshots` writes."""
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
@@ -73,7 +68,8 @@ def dump_snapshots(model: LanguageModel, snapshots: Mapping[str, Snapshot]) -> b
         "compressions": json.dumps(compressions),
     }
     # Copies: snapshots may share tensors, which a file may not.
-    return save({name: x.detach().cpu().clone().contiguous() for name, x in tensors.items()}, metadata)
+    copies = {name: x.detach().cpu().clone().contiguous() for name, x in tensors.items()}
+    write_atomically(Path(path), save(copies, metadata))
 
 
 def load_snapshots(path: Path | str, model: LanguageModel) -> dict[str, Snapshot]:
