@@ -143,6 +143,24 @@ def test_offsets_of_64_bits(chunk):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def off_by_one(x):
+    """x with rows that start in the middle of a vector."""
+    return torch.empty(*x.shape[:-1], x.shape[-1] + 1, dtype=x.dtype)[..., 1:].copy_(x)
+
+
+@pytest.mark.parametrize("place", [torch.clone, off_by_one, far_apart])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_that_are_copied_or_read_where_they_lie(dtype, place):
+    """Those of a chunk with a quad that lacks tokens are copied, and give the same bits."""
+    T = 4 if place is far_apart else 60
+    call = random_call("gated_delta", None, 1, T + 1, 2, 16, 32, dtype)
+    whole = run(call)[0]
+    call.q, call.k, call.v = (place(x[:, :T]) for x in (call.q, call.k, call.v))
+    call.gates = {name: x[:, :T] for name, x in call.gates.items()}
+    assert torch.equal(run(call)[0], whole[:, :T])
+    assert relative_error(run(call), call.run("reference")) < 100 * torch.finfo(dtype).eps
+
+
 def test_only_the_state_gets_a_gradient():
     """No gradient comes in for y; and the other way round."""
     call = random_call("delta", None, 2, 70, 2, 4, 3).requiring_grad()

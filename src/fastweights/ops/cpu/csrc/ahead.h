@@ -23,7 +23,7 @@ class Ahead {
       const char* data = rows.data;
       for (int64_t i = 0; i < count; ++i, data += rows.stride) {
         for (int64_t j = 0; j < rows.size; j += kLine) {
-          rows.write ? __builtin_prefetch(data + j, 1, 2) : __builtin_prefetch(data + j, 0, 2);
+          rows.write ? __builtin_prefetch(data + j, 1, 2) : __builtin_prefetch(data + j, 0, 3);
         }
       }
       rows.data = data, rows.count -= count, most -= count;

@@ -8,6 +8,9 @@
 
 enum Kind : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
+template <class R>
+constexpr Kind kind_of = sizeof(R) == 4 ? kFloat32 : kFloat64;
+
 // A tensor (B, T, H) or (B, T, H, ·) with a contiguous last axis; strides in elements. No data: not there.
 struct View {
   char* data;

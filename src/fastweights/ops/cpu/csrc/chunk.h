@@ -26,23 +26,22 @@ template <class R>
 class Chunk {
  public:
   Chunk(const Call& call, bool backward)
-      : call(call), decay(call.a.data), per_key(decay && call.per_key), erase(call.e.data), write(call.w.data),
-        D(call.D), C(call.C), Dp(padded<R>(D)), Mp(padded<R>(call.M)), width(per_key ? Dp : 1),
+      : call(call), forwards(!backward), decay(call.a.data), per_key(decay && call.per_key), erase(call.e.data),
+        write(call.w.data), D(call.D), C(call.C), Dp(padded<R>(D)), Mp(padded<R>(call.M)), width(per_key ? Dp : 1),
         tokens((C + kSquare<R> - 1) / kSquare<R> * kSquare<R>),
         by_products(!per_key && D * call.M > kQuadsUpTo * kQuadsUpTo), products(rows, tokens, decay, erase, write),
         stride(backward && by_products ? Mp : kBlock) {
     const int64_t fours = tokens / kQuad, keyed = tokens * Dp, valued = tokens * Mp, block = Dp * kBlock;
     for (int pass = 0; pass < 2; ++pass) {
       size = 0;
-      for (R** x : {&rows.q, &rows.k}) claim(x, keyed);
-      for (R** x : {&rows.v, &rows.y}) claim(x, valued);
+      for (R** x : {&q, &k}) claim(x, keyed);
+      for (R** x : {&v, &y}) claim(x, valued);
       for (R** x : {&e, &w}) claim(x, tokens);
       for (R** x : {&a, &lasts}) claim(x, tokens * width);
       for (R** x : {&exponent, &total, &start}) claim(x, Dp);
       claim(&factors, fours * kFactors);
       claim(&W, Dp * (Mp + kBlock));
       if (per_key) for (R** x : {&rows.fade, &rows.q_read, &rows.k_read, &rows.k_kept}) claim(x, keyed);
-      else rows.q_read = rows.q, rows.k_read = rows.k_kept = rows.k;
       if (backward) {
         for (R** x : {&rows.u, &rows.dy, &rows.du}) claim(x, valued);
         for (R** x : {&rows.dq, &rows.dk, &rows.dread}) claim(x, keyed);
@@ -80,8 +79,8 @@ class Chunk {
       if (call.before) store_state(call.before, job.first + c);
       relate(true);
       for (int64_t j = 0; j < M; j += kBlock) dispatch(j, [&](auto erases, auto vectors) { pass<erases, vectors>(j); });
-      store_rows(call.y, job.batch, time, n, job.head, job.column, M, rows.y, Mp);
-      check(M, rows.y, Mp);
+      if (rows.y == y) store_rows(call.y, job.batch, time, n, job.head, job.column, M, y, Mp);
+      check(M, rows.y, rows.y_row);
     }
     store_state(call.W_end, job.sequence);
   }
@@ -110,9 +109,11 @@ class Chunk {
   // backwards than products.
   static constexpr int64_t kBlock = kQuadVectors * Simd<R>::lanes, kFactors = sizeof(Quad<R>) / sizeof(R),
                            kQuadsUpTo = 32;
+  // The largest heads whose rows are used where they lie, if they can be.
+  static constexpr int64_t kInPlaceUpTo = 64;
 
   const Call& call;
-  const bool decay, per_key, erase, write;
+  const bool forwards, decay, per_key, erase, write;
   const int64_t D, C, Dp, Mp;
   const int64_t width, tokens;  // of the decays of a token, and how many tokens there is room for
   QuadRows<R> rows{D, Dp, Mp};
@@ -126,6 +127,7 @@ class Chunk {
   };
   std::unique_ptr<R[], Free> arena;
   int64_t size = 0;
+  R *q, *k, *v, *y;  // rows that were copied, or will be
   // Decays and gates, and of the former the sum of their logarithms and its exponential; room for quads, see Fading.
   R *a, *e, *w, *exponent, *total, *start, *lasts, *factors;
   // The state or, backwards, its gradient: blocks of columns one after the other, which keeps a block's rows together.
@@ -184,21 +186,35 @@ class Chunk {
     }
   }
 
+  // Finds rows of a tensor where they lie, `apart` elements from one to the next; false where they have to be copied:
+  // rows of another type, parts of vectors or of a quad, and large heads, whose rows drive each other out of the
+  // first cache.
+  bool found(const View& x, int64_t head, int64_t from, int64_t size, R*& at, int64_t& apart) const {
+    const bool whole = size % Simd<R>::lanes == 0 && n % kQuad == 0;
+    if (!forwards || per_key || x.kind != kind_of<R> || !whole || std::max(D, call.M) > kInPlaceUpTo) return false;
+    at = reinterpret_cast<R*>(x.at(job->batch, time, head)) + from, apart = x.time;
+    return true;
+  }
+
   void load(int64_t c) {
-    const int64_t b = job->batch, h = job->head;
+    const int64_t b = job->batch, h = job->head, keyed = h / call.group, from = job->column;
     time = job->start + c * C;
     n = std::min(C, job->end - time);
-    load_rows(call.q, b, time, n, h / call.group, 0, D, rows.q, Dp);
-    load_rows(call.k, b, time, n, h / call.group, 0, D, rows.k, Dp);
-    load_rows(call.v, b, time, n, h, job->column, M, rows.v, Mp);
+    rows.q = q, rows.k = k, rows.v = v, rows.y = y;
+    rows.q_row = rows.k_row = Dp, rows.v_row = rows.y_row = Mp;
+    if (!found(call.q, keyed, 0, D, rows.q, rows.q_row)) load_rows(call.q, b, time, n, keyed, 0, D, q, Dp);
+    if (!found(call.k, keyed, 0, D, rows.k, rows.k_row)) load_rows(call.k, b, time, n, keyed, 0, D, k, Dp);
+    if (!found(call.v, h, from, M, rows.v, rows.v_row)) load_rows(call.v, b, time, n, h, from, M, v, Mp);
+    found(call.y, h, from, M, rows.y, rows.y_row);
+    if (!per_key) rows.q_read = rows.q, rows.k_read = rows.k_kept = rows.k;
     if (decay) load_rows(call.a, b, time, n, h, 0, per_key ? D : 1, a, width);
     if (erase) load_rows(call.e, b, time, n, h, 0, 1, e, 1);
     if (write) load_rows(call.w, b, time, n, h, 0, 1, w, 1);
     if (decay && call.log) open_logarithms();
     // Tokens that the last four lack read and write nothing.
     for (int64_t t = n; t < quads() * kQuad; ++t) {
-      for (R* x : {rows.q, rows.k}) std::fill_n(x + t * Dp, Dp, R(0));
-      for (R* x : {rows.v, rows.dy}) if (x) std::fill_n(x + t * Mp, padded<R>(M), R(0));
+      for (R* x : {q, k}) std::fill_n(x + t * Dp, Dp, R(0));
+      for (R* x : {v, rows.dy}) if (x) std::fill_n(x + t * Mp, padded<R>(M), R(0));
       std::fill_n(a + t * width, width, R(1));
       e[t] = 0, w[t] = 1;
     }
@@ -240,7 +256,7 @@ class Chunk {
     typename Simd<R>::Ints outside = {};
     for (int64_t t = 0; t < n; ++t) {
       for (int64_t j = 0; j < columns; j += Simd<R>::lanes) {
-        const auto& now = vector(x + t * stride + j);
+        const typename Simd<R>::Vector now = loose(x + t * stride + j);
         outside |= ~((now <= most) & (now >= -most));
       }
     }

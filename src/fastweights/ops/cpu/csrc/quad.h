@@ -22,10 +22,12 @@ constexpr int kQuad = 4;
 // Vectors of columns at once: as many as have room for their sums in the registers.
 constexpr int kQuadVectors = kTileRows == 8 ? 2 : 1;
 
-// Rows of the tokens of a chunk, D and M elements long, which begin Dp and Mp elements apart.
+// Rows of the tokens of a chunk, D and M elements long, which begin Dp and Mp elements apart. Only those of q, k, v and
+// y may also be used where they lie, which need not be at the start of a vector.
 template <class R>
 struct QuadRows {
   int64_t D, Dp, Mp;
+  int64_t q_row = Dp, k_row = Dp, v_row = Mp, y_row = Mp;  // from one row to the next
   R *q, *k, *v, *y, *u, *dy, *du;
   // With decays per key γ_t, γ_t q_t, γ_t k_t and Γ[4, s] k_s, which `relate` writes; otherwise nothing, q, k and k.
   R *fade, *q_read, *k_read, *k_kept;
@@ -66,9 +68,10 @@ class Quad {
       if (PerKey && fading.exponent && first) start = vector(fading.start + d);
 #pragma GCC unroll 4
       for (int t = 0; t < kQuad; ++t) {
-        const int64_t at = (first + t) * rows.Dp + d;
-        const V query = vector(rows.q + at), key = vector(rows.k + at);
+        const V query = loose(rows.q + (first + t) * rows.q_row + d);
+        const V key = loose(rows.k + (first + t) * rows.k_row + d);
         if (PerKey) {
+          const int64_t at = (first + t) * rows.Dp + d;
           const V decay = vector(fading.a + at);
 #pragma GCC unroll 4
           for (int s = 0; s < t; ++s) keys[s] *= decay;
@@ -94,25 +97,31 @@ class Quad {
       for (int t = 0; t < kQuad; ++t) vector(rows.k_kept + (first + t) * rows.Dp + d) = rest * keys[t];
       vector(last + d) = now;
     }
-    sum_up(sums, products_, keys_);
+    Row products[kQuad], by_keys[kQuad], reach[kQuad], decays, erased;
+    sum_up(sums, products, by_keys);
     R fade = 1, start = 1, rest = 1;
     const bool little = !PerKey && fading.exponent && fades_little(*fading.exponent);
     if (!PerKey && fading.waits && first) start = *fading.start;
 #pragma GCC unroll 4
     for (int t = 0; t < kQuad; ++t) {
-      const R decay = PerKey ? R(1) : fading.a[first + t];
-      decay_[t] = decay;
-      fade *= decay;
+      erased[t] = e[first + t];
+      decays[t] = PerKey ? R(1) : fading.a[first + t];
+      fade *= decays[t];
       fade_[t] = start * fade;
-      erased_[t] = e[first + t];
-      taken_[t] = erased_[t] * fade_[t];
+      taken_[t] = erased[t] * fade_[t];
       written_[t] = w[first + t];
 #pragma GCC unroll 4
       for (int s = 0; s <= t; ++s) {
-        reach_[t][s] = s == t ? R(1) : decay * reach_[t - 1][s];
-        scores_[t][s] = reach_[t][s] * products_[t][s];
-        if (s < t) system_[t][s] = erased_[t] * reach_[t][s] * keys_[t][s];
+        reach[t][s] = s == t ? R(1) : decays[t] * reach[t - 1][s];
+        scores_[t][s] = reach[t][s] * products[t][s];
+        if (s < t) system_[t][s] = erased[t] * reach[t][s] * by_keys[t][s];
       }
+    }
+    if (!fading.waits) {
+      // Backwards, where the state does not wait.
+      std::memcpy(products_, products, sizeof products), std::memcpy(keys_, by_keys, sizeof by_keys);
+      std::memcpy(reach_, reach, sizeof reach), std::memcpy(decay_, decays, sizeof decays);
+      std::memcpy(erased_, erased, sizeof erased);
     }
     if (!PerKey) {
       const R faded = fade_[kQuad - 1];
@@ -122,7 +131,7 @@ class Quad {
       if (waits) rest = 1 / faded;
     }
 #pragma GCC unroll 4
-    for (int t = 0; t < kQuad; ++t) kept_[t] = rest * reach_[kQuad - 1][t];
+    for (int t = 0; t < kQuad; ++t) kept_[t] = rest * reach[kQuad - 1][t];
   }
 
   // For `Vectors` vectors of columns from `column` on: y of the four tokens or, with `Again`, what they write, u; and
@@ -131,9 +140,9 @@ class Quad {
   template <bool Erases, int Vectors, bool Again, bool Fades>
   [[gnu::noinline]] void pass(const QuadRows<R>& rows, int64_t first, int64_t column, const R* last, int64_t step,
                               const R* W, R* after, int64_t row) const {
-    const int64_t D = rows.D, Dp = rows.Dp, Mp = rows.Mp;
+    const int64_t D = rows.D, q_row = rows.q_row, k_row = rows.k_row;
     V by_k[kQuad][Vectors] = {}, by_q[kQuad][Vectors] = {};
-    const R *q = rows.q_read + first * Dp, *k = rows.k_read + first * Dp, *from = W;
+    const R *q = rows.q_read + first * q_row, *k = rows.k_read + first * k_row, *from = W;
     for (int64_t d = 0; (Erases || !Again) && d < D; ++d, ++q, ++k, from += row) {
       V state[Vectors];
 #pragma GCC unroll 2
@@ -142,8 +151,8 @@ class Quad {
       for (int t = 0; t < kQuad; ++t) {
 #pragma GCC unroll 2
         for (int j = 0; j < Vectors; ++j) {
-          if (Erases) by_k[t][j] += k[t * Dp] * state[j];
-          if (!Again) by_q[t][j] += q[t * Dp] * state[j];
+          if (Erases) by_k[t][j] += k[t * k_row] * state[j];
+          if (!Again) by_q[t][j] += q[t * q_row] * state[j];
         }
       }
     }
@@ -152,8 +161,8 @@ class Quad {
     for (int t = 0; t < kQuad; ++t) {
 #pragma GCC unroll 2
       for (int j = 0; j < Vectors; ++j) {
-        const int64_t at = (first + t) * Mp + column + j * L;
-        u[t][j] = written_[t] * vector(rows.v + at);
+        const int64_t at = column + j * L;
+        u[t][j] = written_[t] * loose(rows.v + (first + t) * rows.v_row + at);
         settle(u[t][j]);
         if (Erases) {
           subtract(u[t][j], taken_[t], by_k[t][j]);
@@ -161,14 +170,14 @@ class Quad {
           for (int s = 0; s < t; ++s) subtract(u[t][j], system_[t][s], u[s][j]);
         }
         if (Again) {
-          vector(rows.u + at) = u[t][j];
+          vector(rows.u + (first + t) * rows.Mp + at) = u[t][j];
           continue;
         }
         V y = fade_[t] * by_q[t][j];
         settle(y);
 #pragma GCC unroll 4
         for (int s = 0; s <= t; ++s) add(y, scores_[t][s], u[s][j]);
-        vector(rows.y + at) = y;
+        loose(rows.y + (first + t) * rows.y_row + at) = y;
       }
     }
     if (!after) return;
@@ -177,7 +186,7 @@ class Quad {
 #pragma GCC unroll 2
       for (int j = 0; j < Vectors; ++j) u[t][j] = scaled(kept_[t], u[t][j]);
     }
-    k = rows.k_kept + first * Dp;
+    k = rows.k_kept + first * k_row;
     for (int64_t d = 0; d < D; ++d, ++k, last += step, W += row, after += row) {
       V state[Vectors];
 #pragma GCC unroll 2
@@ -185,7 +194,7 @@ class Quad {
 #pragma GCC unroll 4
       for (int t = 0; t < kQuad; ++t) {
 #pragma GCC unroll 2
-        for (int j = 0; j < Vectors; ++j) add(state[j], k[t * Dp], u[t][j]);
+        for (int j = 0; j < Vectors; ++j) add(state[j], k[t * k_row], u[t][j]);
       }
 #pragma GCC unroll 2
       for (int j = 0; j < Vectors; ++j) vector(after + j * L) = state[j];
@@ -289,10 +298,10 @@ class Quad {
   using V = typename Simd<R>::Vector;
   static constexpr int L = Simd<R>::lanes;
   typedef R Row[kQuad];
-  // q_t · k_s and k_t · k_s, weighted with decays per key, when Γ and γ are 1 here; Γ, S and A.
-  Row products_[kQuad], keys_[kQuad], reach_[kQuad], scores_[kQuad], system_[kQuad];
-  // a_t, γ_t, e_t, w_t, e_t γ_t and Γ[4, t].
-  Row decay_, fade_, erased_, written_, taken_, kept_;
+  // S and A; γ_t, w_t, e_t γ_t and Γ[4, t].
+  Row scores_[kQuad], system_[kQuad], fade_, written_, taken_, kept_;
+  // For gradients: q_t · k_s and k_t · k_s, weighted with decays per key, when Γ and γ are 1 here; Γ; a_t and e_t.
+  Row products_[kQuad], keys_[kQuad], reach_[kQuad], decay_, erased_;
 
   template <class X>
   static auto fades_little(const X& exponent) {

@@ -33,6 +33,7 @@ constexpr int kTileRows = 4;
 template <class R>
 struct Simd {
   typedef R Vector __attribute__((vector_size(kVectorBytes)));
+  typedef R Loose __attribute__((vector_size(kVectorBytes), aligned(sizeof(R))));
   static constexpr int lanes = kVectorBytes / sizeof(R);
   // Integers of the same size, as masks and for bits.
   typedef std::conditional_t<sizeof(R) == 4, int32_t, int64_t> Int;
@@ -53,6 +54,17 @@ const typename Simd<R>::Vector& vector(const R* x) {
 template <class R>
 typename Simd<R>::Vector& vector(R* x) {
   return *reinterpret_cast<typename Simd<R>::Vector*>(x);
+}
+
+// The same at any address.
+template <class R>
+const typename Simd<R>::Loose& loose(const R* x) {
+  return *reinterpret_cast<const typename Simd<R>::Loose*>(x);
+}
+
+template <class R>
+typename Simd<R>::Loose& loose(R* x) {
+  return *reinterpret_cast<typename Simd<R>::Loose*>(x);
 }
 
 // Has x rounded. A compiler may fuse either product of a b + c d into the sum, here one and there the other; what is
