@@ -209,7 +209,9 @@ class Copy:
         if "gpu" in path.parts:
             # What the slow tests would start in processes of their own.
             interpreted = [name for name in files if "interpreted import" in (ROOT / name).read_text()]
-            runs = [(interpreted[:NEAREST], True, ""), (interpreted[NEAREST:], True, ""), (files, False, "not slow")]
+            compiled = [name for name in files if name.endswith("_aot.py")]
+            runs = [(interpreted[:NEAREST], True, ""), (interpreted[NEAREST:], True, "")]
+            runs += [(files, False, "not slow"), (compiled, False, "slow")]
         else:
             runs = [(nearest, False, "not slow"), (others, False, "not slow"), (files, False, "slow")]
         for names, in_interpreter, marker in runs:
