@@ -20,22 +20,22 @@ namespace {
 // Calls work(chunk, i) for all i < count, on as many threads as PyTorch uses.
 template <class R, class Work>
 Outcome share_out(const Call& call, bool backward, int64_t threads, int64_t count, const Work& work) {
+  threads = std::min(threads, count);
   struct Shared {
     const Call& call;
     const Work& work;
     const bool backward;
-    const int64_t count;
-    std::atomic<int64_t> next{0};
+    Shares shares;
     std::atomic<bool> failed{false}, finite{true};
-  } shared{call, work, backward, count};
-  const auto worker = [](int64_t, int64_t, void* context) {
+  } shared{call, work, backward, Shares(threads, count)};
+  const auto worker = [](int64_t thread, int64_t, void* context) {
     Shared& shared = *static_cast<Shared*>(context);
     Chunk<R> chunk(shared.call, shared.backward);
     if (!chunk.ready()) shared.failed = true;
-    for (int64_t i; !shared.failed && (i = shared.next++) < shared.count;) shared.work(chunk, i);
+    for (int64_t seen = 0, i; !shared.failed && (i = shared.shares.next(thread, seen)) >= 0;) shared.work(chunk, i);
     if (!chunk.finite) shared.finite = false;
   };
-  if (parallel_for(0, std::min(threads, count), 1, worker, &shared) != 0 || shared.failed) return kNoMemory;
+  if (parallel_for(0, threads, 1, worker, &shared) != 0 || shared.failed) return kNoMemory;
   return shared.finite ? kFinite : kNotFinite;
 }
 
