@@ -134,6 +134,23 @@ def test_tokens_can_be_taken_back():
         model(x, past_key_values=transformers.DynamicCache())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("read", [0, 4])
+def test_rows_are_chosen_after_tokens_were_taken_back(read):
+    model, x, order = small(), torch.randint(V, (2, 12)), torch.tensor([1, 0, 1])
+    cache = FastWeightCache()
+    if read:
+        model(x[:, :read], past_key_values=cache)
+    cache.activate_past_recording()
+    model(x[:, read:9], past_key_values=cache)
+    cache.crop(-2)
+    cache.reorder_cache(order)
+    cache.batch_repeat_interleave(2)
+    rows = x[order].repeat_interleave(2, 0)
+    logits = model(rows[:, 7:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(rows).logits[:, 7:], rtol=1e-4, atol=1e-5)
+
+
 def test_the_loss_is_that_of_ours_and_gradients_flow():
     model, x = small(cutoffs=(20,)), torch.randint(V, (2, 9))
     labels = x.clone()

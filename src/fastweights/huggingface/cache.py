@@ -83,6 +83,7 @@ class FastWeightCache(Cache):
         """Make row `beam_idx[i]` row i."""
         if self.state is not None:
             self.state = self.state.reorder(beam_idx)
+        self._again = [(x[beam_idx], None if mask is None else mask[beam_idx]) for x, mask in self._again]
         self._read = []
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -91,12 +92,13 @@ class FastWeightCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
-        if self.state is not None:
-            rows = torch.arange(self._rows).repeat_interleave(repeats)
-            self.reorder_cache(rows)
+        if rows := self._rows:
+            self.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
 
     @property
     def _rows(self) -> int:
+        if self.state is None:
+            return len(self._again[0][0]) if self._again else 0
         position = getattr(self.state, "position", None)
         return len(self.state.past.position if position is None else position)
 
