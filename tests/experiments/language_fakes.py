@@ -43,10 +43,10 @@ def metrics(valid, test, **more):
     return {**curve, **scores, "parameters": 1_000_000, "state_size": 131_072, "evaluations": [], **more}
 
 
-def results(name, perplexities, scale="paper", more=None):
+def results(name, perplexities, scale="paper", more=None, **settings):
     """Results from {model: (valid, test)} at every size, or {(model, size): ...}."""
     found = []
-    for cell in cells(name, scale):
+    for cell in cells(name, scale, **settings):
         model, size = cell.config["model"], cell.config["size"]
         pair = perplexities.get((model, size), perplexities.get(model))
         if pair is not None:

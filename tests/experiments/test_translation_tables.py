@@ -164,7 +164,7 @@ def test_claims_on_part_of_the_models():
     assert judged({"softmax": (26.6, 27.7), "linear": (25.5, 28.0)})[4] is False
 
 
-def test_only_the_papers_data_and_budget_decide():
+def test_only_long_trainings_decide():
     def verdicts(scale, size, corpus=CORPUS, **settings):
         made = [TABLE1.cell(scale, model, size, 1, {"corpus": corpus, "set": settings}) for model in PAPER]
         runs = [
@@ -176,7 +176,9 @@ def test_only_the_papers_data_and_budget_decide():
     assert verdicts("paper", 1024) == ("paper", {"holds"})
     assert verdicts("paper", 1024, clip=1.0) == ("paper", {"holds"}), "as much training on the same pairs"
     assert verdicts("paper", 1024, steps=2000) == ("WMT14 en-de, 2,000 updates", beyond)
-    assert verdicts("paper", 512) == ("WMT14 en-de, 100,000 updates", beyond), "another size"
+    enough = {"steps": 20_000, "max_tokens": 8_000}
+    assert verdicts("paper", 512, **{**enough, "steps": 19_999}) == ("WMT14 en-de, 19,999 updates", beyond)
+    assert verdicts("paper", 512, europarl, **enough) == ("Europarl, 20,000 updates", {"holds"}), "long enough"
     assert verdicts("paper", 1024, europarl, steps=2000) == ("Europarl, 2,000 updates", beyond)
     assert verdicts("small", 64) == ("small", beyond)
 

@@ -13,7 +13,9 @@ from fastweights.data.tokenizer import BYTES, PIECES
 from fastweights.experiments import EXPERIMENTS
 from fastweights.experiments.engine.corpora import WIKITEXT103
 from fastweights.experiments.engine.language_tables import SMALL, SMOKE, STAND_INS
+from fastweights.experiments.engine.perplexity import CLOSE
 from fastweights.experiments.paper import table3
+from fastweights.experiments.paper.table1 import LONG
 from fastweights.look.command import ROOM, look
 from fastweights.models import presets, translation_presets
 from fastweights.onnx.export import STANDARD_OPSET
@@ -91,6 +93,12 @@ def _():
     yield wikipedia.settings["steps"]
     yield 100 * wikipedia.settings["steps"] / presets.RECIPES["small"]["steps"]
     yield from (WIKITEXT103.words, wikipedia.stride, wikitext2.settings["steps"], wikitext2.stride)
+
+
+@source("docs/experiments.md", "- Scales `paper` and `code` decide everything")
+def _():
+    yield from LONG.values()
+    yield 100 * CLOSE
 
 
 @source("docs/experiments.md", "| where | difference |")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastweights.experiments.engine.experiment import Experiment, Plot, Results
+from fastweights.experiments.engine.perplexity import differences
 from fastweights.experiments.engine.retrieval import d_dot
-from fastweights.report.style import COLOURS, EDGE, PAPER, TICK, Style, style_of
+from fastweights.report.style import COLOURS, EDGE, LABEL, PAPER, TICK, Style, style_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,15 +91,29 @@ def _curve(points: list[list[Any]]) -> dict[int, float]:
 
 
 def perplexity(figure: Figure, experiment: Experiment, results: Results) -> None:
-    """Draw the validation perplexity over training steps: see `learning`."""
-    learning(figure, experiment, results, lambda loss: math.exp(min(loss, 700)))
+    """Draw the validation perplexity over training steps, see `learning`, and below it how two models compare."""
+    pair = _plot(experiment).compared
+    points = differences(results, *pair) if pair else {}
+    grid: Any = figure.add_gridspec(2, 1, height_ratios=(3, 1)) if points else None
+    learning(figure, experiment, results, lambda loss: math.exp(min(loss, 700)), grid[0] if grid else 111)
+    if pair and grid:
+        axes = figure.add_subplot(grid[1])
+        axes.axhline(0, color=EDGE, linewidth=1)
+        axes.plot(list(points), list(points.values()), color=LABEL, marker="o", markersize=4)
+        axes.set_title("loss: " + " minus ".join(experiment.models[model] for model in pair))
+        axes.set_xlim(left=0)
+        _number_axes(axes)
 
 
 def learning(
-    figure: Figure, experiment: Experiment, results: Results, show: Callable[[float], float] = lambda value: value
+    figure: Figure,
+    experiment: Experiment,
+    results: Results,
+    show: Callable[[float], float] = lambda value: value,
+    place: Any = 111,
 ) -> None:
     """Draw the score of validations over training steps, a line for each cell; larger sizes are thicker."""
-    axes = _axes(figure, experiment)
+    axes = _axes(figure, experiment, place)
     sizes = results.sizes()
     for model, style, label in _series(experiment, results):
         for record in results.of(model):
@@ -193,8 +208,8 @@ KINDS: dict[str, Callable[[Figure, Experiment, Results], None]] = {
 }
 
 
-def _axes(figure: Figure, experiment: Experiment) -> Axes:
-    axes, plot = figure.add_subplot(), _plot(experiment)
+def _axes(figure: Figure, experiment: Experiment, place: Any = 111) -> Axes:
+    axes, plot = figure.add_subplot(place), _plot(experiment)
     # The name of the vertical axis stands above it, where it takes no width and needs no turned head.
     axes.set(xlabel=plot.x_label, title=plot.y_label)
     axes.set_axisbelow(True)

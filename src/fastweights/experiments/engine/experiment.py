@@ -142,13 +142,17 @@ class Results:
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """The figure's form: its kind (one that the report can draw, or a function that draws it) and its axes."""
+    """The figure's form: its kind (one that the report can draw, or a function that draws it) and its axes.
+
+    `compared` are two models whose difference in validation loss is drawn below the curves of kind "perplexity".
+    """
 
     kind: str | Callable[[Any, Experiment, Results], None]
     x_label: str = ""
     y_label: str = ""
     log_y: bool = False
     y_range: tuple[float, float] | None = None
+    compared: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +263,7 @@ class Experiment:
         paper_corpus: what the paper's models were trained and scored on, where ours can be on something else.
         describe: the data and the training of a configuration that are not the paper's.
         decided_by: what it takes to decide statements that a smaller run cannot.
+        long_enough: whether a training on other data than the paper's, or a shorter one, is long enough to decide them.
         measure: what the numbers are.
         size_name: what `size` is, in front of its value.
         fixed_sizes: drawn at the sizes of its scales only, which a `Selection` can narrow but not change.
@@ -287,6 +292,7 @@ class Experiment:
     paper_corpus: str = ""
     describe: Callable[[Mapping[str, Any]], str] = lambda config: ""
     decided_by: str = "scale paper"
+    long_enough: Callable[[Mapping[str, Any]], bool] = lambda config: False
     measure: str = "Perplexities"
     size_name: str = "S"
     fixed_sizes: bool = False
@@ -297,6 +303,8 @@ class Experiment:
         decides = self.scales[scale].decides if scale else True
         if scale in FULL and not self.is_full(results.records):
             decides = ()
+        if results.records and all(self.long_enough(record.config) for record in results.records):
+            decides = True
         judged = []
         for claim in self.claims(results):
             decided = decides if isinstance(decides, bool) else claim.text in decides

@@ -264,19 +264,34 @@ def _evaluate(
 run = runner.runner(build, score)
 
 
+PLOT = Plot(kind="perplexity", x_label="training steps", y_label="validation perplexity", log_y=True)
+
 _WORDS_OF_A_PASS = {"wikipedia-100m": ("Wikipedia", 103_800_000)}
-_NUMBERS = {1: "one pass", 2: "two passes", 3: "three passes", 4: "four passes", 5: "five passes"}
+_NUMBERS: dict[float, str] = {1: "one pass", 2: "two passes", 3: "three passes", 4: "four passes", 5: "five passes"}
+_ENOUGH = "wikipedia-fast", 5
+"""The scale, and the passes over its text, from which on the order of the models is taken for decided."""
 
 
 def describe(config: Mapping[str, Any]) -> str:
     """Say how long a model was trained on which text: in passes over it where its length is known."""
-    name, steps = config["corpus"]["name"], config["steps"]
+    name, passes = config["corpus"]["name"], _passes(config)
+    if passes is None:
+        return f"{name}, {config['steps']:,} steps"
+    return f"{_NUMBERS.get(passes) or f'{passes:g} passes'} of {_WORDS_OF_A_PASS[name][0]}"
+
+
+def _passes(config: Mapping[str, Any]) -> float | None:
+    """Return the passes over the text, to a tenth; None where its length is not known."""
+    name = config["corpus"]["name"]
     if name not in _WORDS_OF_A_PASS:
-        return f"{name}, {steps:,} steps"
-    title, words = _WORDS_OF_A_PASS[name]
-    passes = steps * config["segment"] * config["batch_size"] / words
-    whole = _NUMBERS.get(round(passes)) if abs(passes - round(passes)) < 0.05 else None
-    return f"{whole or f'{passes:.1f} passes'} of {title}"
+        return None
+    return round(config["steps"] * config["segment"] * config["batch_size"] / _WORDS_OF_A_PASS[name][1], 1)
+
+
+def long_enough(config: Mapping[str, Any]) -> bool:
+    """Return whether a model was trained long enough to be compared with others of the same training."""
+    scale, least = _ENOUGH
+    return config["scale"] == scale and (_passes(config) or 0) >= least
 
 
 def experiment(
@@ -284,6 +299,7 @@ def experiment(
     numbers: Mapping[int, Mapping[str, Shown]],
     costs: tuple[str, str, str],
     small_note: str = "",
+    compared: tuple[str, str] | None = None,
     **rest: Any,
 ) -> Experiment:
     """Return a table of language models.
@@ -292,6 +308,7 @@ def experiment(
         numbers: the paper's perplexities, by d_model and model.
         costs: at scale smoke, at scale small and at full scale.
         small_note: what the note on scale small says of this table alone.
+        compared: two models whose difference over training is drawn as well.
     """
     smoke, small, full = costs
     scales = {
@@ -303,7 +320,7 @@ def experiment(
     }
     shared: dict[str, Any] = {
         "run": run,
-        "plot": Plot(kind="perplexity", x_label="training steps", y_label="validation perplexity", log_y=True),
+        "plot": replace(PLOT, compared=compared),
         "paper": lambda config: paper_entry(numbers.get(config["size"], {}).get(config["model"])),
         "table": table(models, numbers),
         "make_inputs": make_inputs,
@@ -317,7 +334,8 @@ def experiment(
         "configure": partial(configure, scales),
         "configure_as_paper": partial(configure, PROTOCOL),
         "describe": describe,
-        "decided_by": "the paper's steps on WikiText-103, at scale paper",
+        "decided_by": f"{_NUMBERS[_ENOUGH[1]]} over Wikipedia (scale {_ENOUGH[0]}), or WikiText-103 at scale paper",
+        "long_enough": long_enough,
         "fixed_sizes": True,
     }
     return Experiment(models=models, scales=scales, **{**shared, **rest})

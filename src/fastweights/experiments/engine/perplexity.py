@@ -1,11 +1,12 @@
 """How perplexities are judged and shown: which model is lower on both texts, and the paper's numbers next to ours."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from fastweights.experiments.engine.corpora import SPLITS
-from fastweights.experiments.engine.experiment import NOT_RUN, CellRecord, Claim, Results, Table
+from fastweights.experiments.engine.experiment import FULL, NOT_RUN, CellRecord, Claim, Results, Table
 
 Pair = tuple[float, float]
 """Validation and test perplexity."""
@@ -14,6 +15,14 @@ Shown = Pair | str
 """What the paper gives: two numbers, or one bound for both."""
 
 PAPER_HEADER = ("paper, validation", "paper, test")
+
+CLOSE = 0.02
+"""Share of a perplexity within which two models are told apart by several seeds only."""
+
+SEEDS = 3
+"""As many as it takes."""
+
+MORE_SEEDS = f"{SEEDS} seeds of each model, as the difference is below {CLOSE:.0%}"
 
 
 def ppl(record: CellRecord, split: str) -> float:
@@ -44,8 +53,22 @@ def is_lower(ours: Pair, theirs: Pair) -> bool:
     return all(a < b for a, b in zip(ours, theirs, strict=True))
 
 
+def is_close(results: Results, models: Sequence[str], size: int, ours: Pair, theirs: Pair) -> bool:
+    """Return whether two pairs are so close that these models need more seeds to be told apart.
+
+    The paper's own protocol has one run of each model.
+    """
+    if any(record.config["scale"] in FULL for record in results.records):
+        return False
+    seeds = min(len({record.config["seed"] for record in results.of(model, size)}) for model in models)
+    return seeds < SEEDS and any(abs(a - b) < CLOSE * max(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def lower(results: Results, model: str, other: str, text: str, paper: str) -> Claim:
-    """Judge that `model` is lower than `other` on both texts at every size; undecided while sizes are missing."""
+    """Judge that `model` is lower than `other` on both texts at every size.
+
+    That is undecided while sizes are missing, and where they are close to each other with too few seeds.
+    """
     compared = {}
     for size in results.sizes():
         ours, theirs = mean(results, model, size), mean(results, other, size)
@@ -53,9 +76,27 @@ def lower(results: Results, model: str, other: str, text: str, paper: str) -> Cl
             compared[size] = (ours, theirs)
     if not compared:
         return Claim(text, NOT_RUN, paper, None)
-    verdicts: list[bool | None] = [is_lower(*pair) for pair in compared.values()]
+    close = [size for size, pair in compared.items() if is_close(results, (model, other), size, *pair)]
+    verdicts = [None if size in close else is_lower(*pair) for size, pair in compared.items()]
     missing = len(results.sizes()) - len(compared)
-    return Claim(text, _by_size(compared), paper, all_hold(verdicts + [None] * missing))
+    holds = all_hold(verdicts + [None] * missing)
+    return Claim(text, _by_size(compared), paper, holds, MORE_SEEDS if close else "")
+
+
+def differences(results: Results, model: str, other: str) -> dict[int, float]:
+    """Return by how much the validation loss of `model` was above that of `other`, at each step that both have.
+
+    Each is the mean over its seeds.
+    """
+    curves = [
+        [{step: loss for step, loss in record.metrics["curve"] if loss is not None} for record in results.of(name)]
+        for name in (model, other)
+    ]
+    if not all(curves):
+        return {}
+    steps = sorted(set.intersection(*(set(curve) for group in curves for curve in group)))
+    ours, theirs = ({step: fmean(curve[step] for curve in group) for step in steps} for group in curves)
+    return {step: ours[step] - theirs[step] for step in steps}
 
 
 def delta_is_lower(
@@ -121,7 +162,12 @@ def all_of(claims: Sequence[Claim], text: str) -> Claim:
     """Judge these claims together; undecided while one is, unless another fails."""
     ran = [claim.ours for claim in claims if claim.ours != NOT_RUN]
     paper = "; ".join(claim.paper for claim in claims)
-    return Claim(text, "; ".join(ran) or NOT_RUN, paper, all_hold([claim.holds for claim in claims]))
+    return Claim(text, "; ".join(ran) or NOT_RUN, paper, all_hold([claim.holds for claim in claims]), _needs(claims))
+
+
+def _needs(claims: Iterable[Claim]) -> str:
+    """Return what the first of these claims needs to be decided; empty where none is known."""
+    return next((claim.needs for claim in claims if claim.needs), "")
 
 
 def paper_entry(pair: Shown | None) -> dict[str, Any] | None:
@@ -134,17 +180,15 @@ def paper_entry(pair: Shown | None) -> dict[str, Any] | None:
 def best_of(results: Results, model: str, labels: Mapping[str, str], text: str, paper: str) -> Claim:
     """Judge that `model` is lower than the others on both texts at every size; undecided while some are missing."""
     claims = {other: lower(results, model, other, text, paper) for other in labels if other != model}
-    ran = {other: claim for other, claim in claims.items() if claim.ours != NOT_RUN}
+    ran = [other for other, claim in claims.items() if claim.ours != NOT_RUN]
     if not ran:
         return Claim(text, NOT_RUN, paper, None)
     mine = "; ".join(show_pair(mean(results, model, size)) for size in results.sizes(model))
-    rivals = ", ".join(
-        f"{show_pair(mean(results, other, size))} of {labels[other]}"
-        for other, claim in ran.items()
-        if claim.holds is False
+    pairs = [
+        (labels[other], mean(results, model, size), mean(results, other, size))
+        for other in ran
         for size in results.sizes(model, other)
-    )
-    if rivals:
-        return Claim(text, f"{mine} against {rivals}", paper, False)
-    ours = f"{mine}, lowest of {len(ran) + 1}"
-    return Claim(text, ours, paper, all_hold([claim.holds for claim in claims.values()]))
+    ]
+    rivals = [f"{show_pair(b)} of {label}" for label, a, b in pairs if a and b and not is_lower(a, b)]
+    ours = f"{mine} against {', '.join(rivals)}" if rivals else f"{mine}, lowest of {len(ran) + 1}"
+    return Claim(text, ours, paper, all_hold([claim.holds for claim in claims.values()]), _needs(claims.values()))

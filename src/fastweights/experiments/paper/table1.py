@@ -16,6 +16,7 @@ from typing import Any
 
 from fastweights.experiments.engine import translation_tables
 from fastweights.experiments.engine.experiment import (
+    FULL,
     NOT_RUN,
     CellRecord,
     Claim,
@@ -46,6 +47,9 @@ ENOUGH = 95.0
 
 AS_GOOD = 0.5
 """BLEU within which one model is as good as another."""
+
+LONG = {"updates": 20_000, "tokens": 8_000}
+"""Updates, and tokens in each, from which on the order of models of any size is taken for decided."""
 
 TITLES = {"europarl-de-en, en-de": "Europarl"}
 SIZE = 1024
@@ -205,6 +209,12 @@ def describe(config: Mapping[str, Any]) -> str:
     return f"{TITLES.get(name, name)}, {config['steps']:,} updates"
 
 
+def long_enough(config: Mapping[str, Any]) -> bool:
+    """Return whether a model was trained long enough to be compared with others of the same training."""
+    tokens = config["batches"]["max_tokens"] * config["training"]["accumulate"]
+    return config["scale"] in FULL and config["steps"] >= LONG["updates"] and tokens >= LONG["tokens"]
+
+
 EXPERIMENT = Experiment(
     name="table1",
     title="φ functions in machine translation",
@@ -228,7 +238,8 @@ EXPERIMENT = Experiment(
     needs=("lightning_fabric", "sacrebleu"),
     paper_corpus="WMT14 en-de",
     describe=describe,
-    decided_by="the paper's 35,000 updates on WMT14 with D = 1024, at scale paper",
+    decided_by=f"{LONG['updates']:,} updates of {LONG['tokens']:,} tokens at scale paper, with any size and pairs",
+    long_enough=long_enough,
     measure="BLEU",
     size_name="D",
 )
