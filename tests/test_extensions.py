@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,6 +167,18 @@ def test_what_is_erased_or_written_is_one_number_a_head(clean, backend):
     call = random_call("decay per key", B=2, T=5, H=2, D=4, M=4)
     with pytest.raises(ValueError, match=r"decay must have .* = \(2, 5, 2\), as rule 'mixing' also erases or writes"):
         fw.fast_weight_memory(call.q, call.k, call.v, rule="mixing", backend=backend, **call.gates)
+
+
+@pytest.mark.parametrize("T", [1, 7])
+def test_a_copy_of_a_rule_that_is_in_no_table(T):
+    rule = replace(RULES["comba"], name="unlisted")
+    call = random_call("comba", B=2, T=T, H=2, D=4, M=3)
+    for backend in ("reference", "chunked", "cpu"):
+        found, wanted = (
+            fw.fast_weight_memory(call.q, call.k, call.v, rule=rule, backend=backend, **call.gates)[0]
+            for rule in (copy.deepcopy(rule), rule)
+        )
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("rule", ["scaled_sum", "channel_decay"])

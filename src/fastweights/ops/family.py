@@ -166,7 +166,7 @@ def coefficients_for(spec: Spec, logs: bool = False) -> Callable[[Inputs], Optio
     sources = rule.sources[:3]
     ready = logits or all(dtype == wide for _, _, dtype, *_ in spec.gates)
     computed = logs or spec.logarithms or spec.starts is not None
-    computed = computed or any(source is COMPUTED or source.complement for source in sources if source)
+    computed = computed or any(source == COMPUTED or source.complement for source in sources if source)
     if spec.eager and ready and not computed:
         a, e, w = (source.gate if source else "" for source in sources)
         return lambda inputs: (inputs.gates.get(a), inputs.gates.get(e), inputs.gates.get(w))

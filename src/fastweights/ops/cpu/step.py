@@ -59,7 +59,7 @@ def prepare(spec: Spec) -> Executable:
     given = {name for name, *_ in spec.gates}
     sources = [source for source in spec.rule.sources[:3] if source is not None]
     # The C++ knows no 1 - exp(x).
-    if any(source is COMPUTED or (source.complement and source.gate not in given) for source in sources):
+    if any(source == COMPUTED or (source.complement and source.gate not in given) for source in sources):
         return _computed(spec)
     return Step(spec, *_gates(spec, given))
 
