@@ -183,7 +183,7 @@ def run(
     preset: Annotated[str, option(f"One of {', '.join(PRESETS)}.")] = "base",
     attentions: Annotated[str, option(f"Attentions, from {', '.join(ATTENTIONS)}.")] = "softmax,linear",
     device: Device = "auto",
-    precision: Annotated[str, option("fp32 or bf16; of decoding, and of plain training.")] = "fp32",
+    precision: Annotated[str, option("fp32 or bf16, in decoding and plain training.")] = "fp32",
     repeats: Repeats = 5,
     as_json: AsJson = False,
 ) -> None:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor is spread over processes, without importing what would do that: it takes long."""
+    """Return whether a tensor is spread over processes.
+
+    None is where nobody has imported `torch.distributed.tensor`, which takes too long to do it here.
+    """
     sharding = sys.modules.get("torch.distributed.tensor")
     return sharding is not None and isinstance(tensor, sharding.DTensor)

@@ -92,7 +92,7 @@ class Sources(NamedTuple):
             found: Any = coefficients(**{name: Source(name) for name in names})
             a, e, w = (x if x is None or isinstance(x, Source) else COMPUTED for x in found)
         except Exception:
-            # A rule's own function need not take names, and may say so in any way.
+            # A function need not compute with names, and may raise anything where it cannot.
             numbers = {name: torch.ones(()) for name in names}
             found = coefficients(**numbers)
             known = [(None, None), *((x, Source(name)) for name, x in numbers.items())]
