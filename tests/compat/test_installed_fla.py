@@ -115,7 +115,7 @@ def test_reasons_to_take_a_call_from_fla(monkeypatch):
         assert reason(256, half, name)[0] is False
         assert reason(257, half, name) == (True, "fla takes keys of at most 256 numbers, got 257")
         assert reason(128, half, name, rows=65_535)[0] is False
-        assert reason(128, half, name, rows=65_536)[1].endswith("at most 65535 heads of all rows, got 65536")
+        assert reason(128, half, name, rows=65_536)[1].endswith("at most 65535 heads over all rows, got 65536")
     state = torch.zeros(1, 1, 128, 128, dtype=half, device="meta")
     assert reason(128, half, "chunk_kda", initial_state=state.float())[0] is False
     assert reason(128, half, "chunk_kda", initial_state=state)[1].endswith("in float32 only, got torch.bfloat16")

@@ -267,7 +267,7 @@ def reason(name: str, /, *args: object, **kwargs: object) -> tuple[bool, str]:
         if K > LONGEST_KEY:
             return True, f"fla takes keys of at most {LONGEST_KEY} numbers, got {K}"
         if (heads := q.shape[0] * call["v"].shape[2]) > MOST_HEADS:
-            return True, f"fla can launch its kernels for at most {MOST_HEADS} heads of all rows, got {heads}"
+            return True, f"fla can launch its kernels for at most {MOST_HEADS} heads over all rows, got {heads}"
     state = call.get("initial_state")
     if name == "chunk_kda" and state is not None and state.dtype != torch.float32:
         return True, f"fla takes initial states in float32 only, got {state.dtype}"
