@@ -73,7 +73,7 @@ class OneBatch(TranslationTask):
     """Training on one batch, again and again."""
 
     def __init__(self, plan: TrainingPlan[TranslationModelConfig], batch: PairBatch) -> None:
-        self.model, self._batch, self.many_shapes = plan.model, batch, True
+        self.model, self._batch = plan.model, batch
         self.label_smoothing = plan.task["label_smoothing"]
 
     def batch(self, index: int, rank: int, world: int) -> PairBatch:

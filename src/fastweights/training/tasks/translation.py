@@ -50,6 +50,8 @@ class TranslationTask(Task):
         seed: of the order of the pairs.
     """
 
+    many_shapes = True
+
     model: TranslationModelConfig
     corpus: ParallelCorpus
     _: KW_ONLY
@@ -69,7 +71,6 @@ class TranslationTask(Task):
         if self.bleu_sentences < 0 or self.bleu_beam < 1:
             got = f"got {self.bleu_sentences} and {self.bleu_beam}"
             raise ValueError(f"bleu_sentences must be at least 0 and bleu_beam at least 1, {got}")
-        self.many_shapes = True
         if self.bleu_sentences:
             # Now and not after hours of training.
             require_sacrebleu()
