@@ -2,9 +2,10 @@
 // The decay a_t is one number, or one for each row of the state, that is for each key channel.
 //
 // Time is cut into chunks of C steps, and the state before each of them is kept for the backward pass. A chunk is
-// copied into padded rows of float or double first, whatever the strides and the dtype of the inputs. Both passes take
-// four tokens at a time, by the equations in quad.h. For large states the backward pass takes a whole chunk instead, as
-// a few matrix products, by the equations of ops/chunked, which docs/maths.md derives; see products.h.
+// copied into padded rows of float or double first, whatever the strides and the dtype of the inputs, unless the
+// forward pass can use the rows where they lie. Both passes take four tokens at a time, by the equations in quad.h. For
+// large states the backward pass takes a whole chunk instead, as a few matrix products, by the equations of
+// ops/chunked, which docs/maths.md derives; see products.h.
 //
 // Work is shared out by sequence and head. Where these are fewer than the threads, the forward pass also splits the
 // columns of the state, which do not know of each other. So does the backward pass for the gradients of the states;
