@@ -158,3 +158,17 @@ def test_what_cannot_be_captured_is_said():
     for kind, reason in (("linear", "a CUDA graph needs a CUDA device, and this is cpu"), ("softmax", "that grows")):
         with pytest.raises(ValueError, match=f"graph = True cannot be had: .*{reason}"):
             translate(sharp(kind), None, ["a line"], graph=True)
+
+
+def test_weights_under_fsdp_are_not_captured():
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    model, cuda = sharp("linear"), torch.device("cuda")
+    assert refusal(model, cuda) is None
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        weight = distribute_tensor(model.embedding.weight.detach(), init_device_mesh("cpu", (1,)))
+        model.embedding.weight = torch.nn.Parameter(weight)
+        assert "processes share the model" in refusal(model, cuda)
+    finally:
+        torch.distributed.destroy_process_group()

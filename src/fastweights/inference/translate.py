@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from fastweights.common.sharding import is_sharded
 from fastweights.data.pairs.bpe import EOS, PAD, PairTokenizer
 from fastweights.inference.beam import Search, beam_search
 from fastweights.inference.capture import CapturedStep
@@ -150,8 +151,10 @@ def refusal(model: TranslationModel, device: torch.device) -> str | None:
     """Say why the steps of the model cannot be captured on the device; what it keeps of a source never grows."""
     if model.config.decoder == "softmax":
         return "decoder 'softmax' has a state that grows with every token; leave it out"
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        return "several processes share the model, and what they tell each other is not captured; leave it out"
+    started = distributed.is_available() and distributed.is_initialized()
+    # FSDP gathers weights also where there is one process.
+    if is_sharded(model.embedding.weight) or (started and distributed.get_world_size() > 1):
+        return "processes share the model, and what they tell each other is not captured; leave it out"
     return None if device.type == "cuda" else f"a CUDA graph needs a CUDA device, and this is {device}; leave it out"
 
 
