@@ -248,3 +248,16 @@ def test_a_memory_that_has_nearly_faded_has_gradients_in_float16(backend):
         assert y.dtype == dtype
         found.append([y, *torch.autograd.grad(y.double().square().sum(), [*inputs, decay])])
     assert relative_error(*found) < 0.02
+
+
+@pytest.mark.parametrize("scale", [1e-33, 1e33])
+@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize("rule", ["decay", "gated_delta"])
+def test_values_of_any_size_survive_a_memory_that_fades_fast(rule, backend, scale):
+    """Whatever is divided on the way stays within the range of float32."""
+    call = random_call(rule, None, 1, 40, 1, 4, 3)
+    call.gates["decay"] = torch.full_like(call.gates["decay"], 0.2)
+    call.v, call.state = scale * call.v, (scale * call.state[0],)
+    found = call.to(torch.float32).run(backend)
+    wanted = call.run("reference")
+    assert relative_error([x / scale for x in found], [x / scale for x in wanted]) < 1e-5

@@ -311,7 +311,7 @@ class Quad {
   // Whether what is divided by x is far from overflowing.
   static bool has_room(R x) {
     const R size = x < 0 ? -x : x;
-    return size > R(1e-9) && size < R(1e9);
+    return size > R(1e-4) && size < R(1e4);
   }
 
   static void add(V& x, R factor, const V& y) {
