@@ -164,7 +164,7 @@ def machine(device: torch.device, source: Path) -> dict[str, str]:
         driver = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     except OSError:
         driver = f"built for CUDA {torch.version.cuda}"
-    shared = (Path(__file__).with_name(name) for name in ("common.py", "launcher.py"))
+    shared = (Path(__file__).with_name(name) for name in ("common.py", "heads.py", "launcher.py"))
     files = [*(sorted(source.rglob("*.py")) or [source]), *shared]
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files))
     return {
