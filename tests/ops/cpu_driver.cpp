@@ -17,6 +17,7 @@ extern "C" int fastweights_backward(const void* call, int wide);
 extern "C" void fastweights_features(const void* call);
 extern "C" void fastweights_gated_norm(const void* call);
 extern "C" void fastweights_linear_attention(const void* call);
+extern "C" int fastweights_pairs();
 extern "C" void fastweights_short_convolution(const void* call);
 extern "C" void fastweights_softmax(const void* call);
 extern "C" void fastweights_step(const void* plan, const void* call);
@@ -51,6 +52,7 @@ int run(const char* name, const void* plan, const void* call, int wide) {
   if (!std::strcmp(name, "fastweights_features")) return fastweights_features(call), 0;
   if (!std::strcmp(name, "fastweights_gated_norm")) return fastweights_gated_norm(call), 0;
   if (!std::strcmp(name, "fastweights_linear_attention")) return fastweights_linear_attention(call), 0;
+  if (!std::strcmp(name, "fastweights_pairs")) return fastweights_pairs();
   if (!std::strcmp(name, "fastweights_short_convolution")) return fastweights_short_convolution(call), 0;
   if (!std::strcmp(name, "fastweights_softmax")) return fastweights_softmax(call), 0;
   if (!std::strcmp(name, "fastweights_step")) return fastweights_step(plan, call), 0;

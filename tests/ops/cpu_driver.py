@@ -50,11 +50,11 @@ class Driver:
     __getattr__ = __getitem__
 
     def run(self, name, *arguments):
-        plan, call, wide = b"", arguments[0], 0
+        plan, call, wide = b"", b"", 0
         if name == "fastweights_step":
             plan, call = arguments
-        else:
-            call, wide = call._obj, sum(arguments[1:])
+        elif arguments:
+            call, wide = arguments[0]._obj, sum(arguments[1:])
         # Several pointers may be to the same memory, as those of a state that is overwritten.
         pieces = [(offset, data, size) for offset, data, size in self.pieces(call) if data]
         places = [data for _, data, _ in pieces]
@@ -65,7 +65,8 @@ class Driver:
             struct.pack("3q", offset, size, first) for (offset, _, size), first in zip(pieces, firsts, strict=True)
         )
         message = [struct.pack("64s5q", name.encode(), *sizes), plan, bytes(call), table]
-        self.sizes.clear()
+        if call:
+            self.sizes.clear()
         try:
             self.process.stdin.write(b"".join([*message, *(ctypes.string_at(*content) for content in contents)]))
             self.process.stdin.flush()

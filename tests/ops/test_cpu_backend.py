@@ -69,13 +69,28 @@ def test_sizes(D, M, rule):
     assert relative_error(everything(call.to(torch.float32)), expected(call)) < 1e-5
 
 
+@pytest.mark.parametrize("rule", [*FAMILY, "gated_delta log", "gated_delta per key"])
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize(("T", "D", "M", "group"), [(1, 64, 64, 1), (31, 33, 35, 1), (65, 60, 99, 2), (130, 96, 64, 3)])
+def test_bfloat16(T, D, M, group, normalization, rule):
+    """What is multiplied may be rounded to bfloat16, too, in pairs of tokens, features or columns."""
+    call = random_call(rule, normalization, 2, T, 6, D, M).to(torch.bfloat16)
+    call.q, call.k = call.q[:, :, ::group], call.k[:, :, ::group]
+    assert relative_error(everything(call), expected(call.to(torch.float64))) < 1e-2
+    bounds = torch.tensor([0, T // 3, T])
+    packed = replace(call.tokens(0, T), **{name: getattr(call, name)[:1] for name in "qkv"})
+    packed.gates = {name: x[:1] for name, x in call.gates.items()}
+    found, wanted = everything(packed, bounds), expected(packed.to(torch.float64), cu_seqlens=bounds)
+    assert relative_error(found, wanted) < 1e-2
+
+
 def test_packed():
     call, bounds = packed_call(171, [0, 0, 5, 5, 70, 71, 171, 171], 2, 16, 8)
     assert relative_error(everything(call, bounds), expected(call, cu_seqlens=bounds)) < 1e-12
 
 
 @pytest.mark.parametrize("shape", [(1, 200, 1, 20, 70), (1, 90, 3, 64, 64), (5, 40, 3, 8, 9)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", ["gated_delta", "gated_delta per key"])
 def test_the_number_of_threads_changes_no_bit(shape, dtype, rule):
     """Fewer heads than threads, where the work is shared out another way, included."""
@@ -95,9 +110,10 @@ def test_packed_on_many_threads():
     assert all(torch.equal(a, b) for a, b in zip(everything(call, bounds), one, strict=True))
 
 
-def test_nan_stays_in_its_sequence():
+@pytest.mark.parametrize(("D", "M", "dtype"), [(5, 3, torch.float64), (35, 33, torch.bfloat16)])
+def test_nan_stays_in_its_sequence(D, M, dtype):
     """The room in which a thread computes goes from one sequence to the next."""
-    call = random_call("gated_delta", None, 3, 70, 1, 5, 3)
+    call = random_call("gated_delta", None, 3, 70, 1, D, M, dtype)
     clean = everything(call)
     call.k[0, 20], call.v[0, 30] = float("nan"), float("inf")
     spoilt = everything(call)
@@ -149,16 +165,17 @@ def off_by_one(x):
 
 
 @pytest.mark.parametrize("place", [torch.clone, off_by_one, far_apart])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rows_that_are_copied_or_read_where_they_lie(dtype, place):
+@pytest.mark.parametrize(("dtype", "M"), [(torch.float32, 32), (torch.float64, 32), (torch.bfloat16, 64)])
+def test_rows_that_are_copied_or_read_where_they_lie(dtype, M, place):
     """Those of a chunk with a quad that lacks tokens are copied, and give the same bits."""
     T = 4 if place is far_apart else 60
-    call = random_call("gated_delta", None, 1, T + 1, 2, 16, 32, dtype)
+    call = random_call("gated_delta", None, 1, T + 1, 2, 32, M, dtype)
     whole = run(call)[0]
     call.q, call.k, call.v = (place(x[:, :T]) for x in (call.q, call.k, call.v))
     call.gates = {name: x[:, :T] for name, x in call.gates.items()}
     assert torch.equal(run(call)[0], whole[:, :T])
-    assert relative_error(run(call), call.run("reference")) < 100 * torch.finfo(dtype).eps
+    wanted = call.to(torch.float64).run("reference")
+    assert relative_error(run(call), wanted) < (2**-7 if dtype == torch.bfloat16 else 100 * torch.finfo(dtype).eps)
 
 
 def test_only_the_state_gets_a_gradient():

@@ -25,8 +25,9 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 SANITIZERS = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # Call what checks an access, instead of repeating it in place: a sixth less to compile.
 SANITIZERS += ("--param", "asan-instrumentation-with-call-threshold=0")
-# Inputs are numbers of the dtype: of 16 bits, the incoming gradient and the result are rounded once each.
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+# Inputs are numbers of the dtype: of 16 bits, the incoming gradient and the result are rounded once each. In bfloat16,
+# some processors round what is multiplied, too.
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 SHAPES = [(1, 1, 1, 1, 1), (2, 5, 2, 3, 17), (1, 64, 3, 17, 64), (2, 70, 1, 64, 3), (1, 70, 2, 1, 1), (1, 5, 1, 64, 64)]
 DECAYS = ["decay per key", "gated_delta per key", "gated_delta log", "gated_delta log per key"]
 # From Debian's packages g++-aarch64-linux-gnu and qemu-user.

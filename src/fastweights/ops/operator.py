@@ -286,6 +286,7 @@ class ChunkedOperator(Operator):
         chunk_starts: from q, cu_seqlens and a chunk's length to the row and time of the first token of each chunk, in
             the order in which states are kept.
         chunk_length: from D and M to the length of a chunk.
+        kept_dtype: from q, k, v, the decays and W to the dtype of the states that are kept.
     """
 
     def __init__(
@@ -296,6 +297,7 @@ class ChunkedOperator(Operator):
         chunk_starts: Callable[..., list[tuple[int, int]]],
         chunk_length: Callable[[int, int], int],
         device_types: str | None = None,
+        kept_dtype: Callable[..., torch.dtype] = lambda q, k, v, a, W: W.dtype,
     ) -> None:
         def forward_in_order(
             tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, keep: bool, chunk: int, log: bool
@@ -313,7 +315,7 @@ class ChunkedOperator(Operator):
             tokens: Tokens, W: Tensor, cu_seqlens: Tensor | None, keep: bool, chunk: int, *_: Any
         ) -> list[Tensor]:
             count = number_of_chunks(tokens[0], chunk, cu_seqlens) if keep else 0
-            return [W.new_empty((count, *W.shape[1:]))]
+            return [W.new_empty((count, *W.shape[1:]), dtype=kept_dtype(*tokens[:4], W))]
 
         functions = (forward_in_order, backward_in_order)
         super().__init__(name, *functions, "SymInt chunk, bool log", {"before": 1}, empty, device_types=device_types)

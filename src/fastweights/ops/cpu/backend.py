@@ -26,6 +26,8 @@ from fastweights.ops.spec import Backend, Executable, Refusal, Spec, checked_bou
 NO_MEMORY, FINITE = 0, 1
 # What the C++ writes for the tokens of sequences; after the last sequence it is 0.
 WRITTEN = ("y", "dq", "dk", "dv", "da", "de", "dw")
+# States of more numbers are multiplied in bfloat16, where inputs are and the processor can.
+NARROW_FROM = 32 * 32
 
 
 def chunk_length(D: int, M: int) -> int:
@@ -33,11 +35,19 @@ def chunk_length(D: int, M: int) -> int:
     return 32 if max(D, M) <= 64 else 48
 
 
+def kept_dtype(q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, W: Tensor) -> torch.dtype:
+    """Return the dtype of the states before chunks: bfloat16 where the C++ shall multiply in it, see csrc/pairs.h."""
+    narrow = W.dtype == torch.float32 and q.dtype == k.dtype == v.dtype == torch.bfloat16
+    per_key = a is not None and a.dim() == 4
+    large = W.shape[-2] * W.shape[-1] > NARROW_FROM
+    return torch.bfloat16 if narrow and large and not per_key and library().fastweights_pairs() else W.dtype
+
+
 class Call(ctypes.Structure):
     """One call to the C++: sizes, the bounds of the sequences in time, and tensors by name."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("N", "H", "D", "M", "C", "packed", "group", "per_key", "log")),
+        *((name, ctypes.c_int64) for name in ("N", "H", "D", "M", "C", "packed", "group", "per_key", "log", "pairs")),
         ("bounds", ctypes.POINTER(ctypes.c_int64)),
         *((name, View) for name in ("q", "k", "v", "a", "e", "w", "y", "dy", "dq", "dk", "dv", "da", "de", "dw")),
         *((name, ctypes.c_void_p) for name in ("W", "W_end", "before", "dW_end", "dW_start", "after")),
@@ -51,13 +61,14 @@ def _call(
 
     The tensors are alive until it returns, because the caller holds them.
     """
-    q, v, a = views["q"], views["v"], views["a"]
-    assert q is not None and v is not None
+    q, k, v, a = (views[name] for name in "qkva")
+    state = states.get("W", states.get("dW_start"))
+    assert q is not None and k is not None and v is not None and state is not None
     (B, T, heads, D), (H, M) = q.shape, v.shape[2:]
     per_key = a is not None and a.dim() == 4
     bounds = [T * i for i in range(B + 1)] if cu_seqlens is None else checked_bounds(cu_seqlens, T)
-    N, wide = len(bounds) - 1, states["before"].dtype
-    sizes = (N, H, D, M, chunk, cu_seqlens is not None, H // heads, per_key, log)
+    N, wide, kept = len(bounds) - 1, state.dtype, kept_dtype(q, k, v, a, state)
+    sizes = (N, H, D, M, chunk, cu_seqlens is not None, H // heads, per_key, log, kept != wide)
     call = Call(*sizes, (ctypes.c_int64 * len(bounds))(*bounds))
     # The C++ believes what it is told, so everything it will read or write through is checked here.
     if wide not in (torch.float32, torch.float64):
@@ -79,8 +90,9 @@ def _call(
     for key, x in states.items():
         if x is None:
             continue
-        if x.shape[1:] != (H, D, M) or (key.startswith(("W", "dW")) and x.shape[0] != N) or x.dtype != wide:
-            raise ValueError(f"{key} must be {wide} of shape {(N, H, D, M)}, got {x.dtype} {tuple(x.shape)}")
+        dtype = kept if key == "before" else wide
+        if x.shape[1:] != (H, D, M) or (key.startswith(("W", "dW")) and x.shape[0] != N) or x.dtype != dtype:
+            raise ValueError(f"{key} must be {dtype} of shape {(N, H, D, M)}, got {x.dtype} {tuple(x.shape)}")
         setattr(call, key, x.data_ptr())
     outcome = library()[name](ctypes.byref(call), int(wide == torch.float64))
     if outcome == NO_MEMORY:
@@ -103,7 +115,8 @@ def forward(
     q, k, v, a, e, w = tokens
     q, k, v, a, W = rows(q), rows(k), rows(v), rows(a), W.contiguous()
     y, W_end = v.new_empty(v.shape, dtype=dtype), W.new_empty(W.shape)
-    before = W.new_empty((number_of_chunks(q, chunk, cu_seqlens) if keep else 0, *W.shape[1:]))
+    count = number_of_chunks(q, chunk, cu_seqlens) if keep else 0
+    before = W.new_empty((count, *W.shape[1:]), dtype=kept_dtype(q, k, v, a, W))
     if cu_seqlens is not None:
         used = (cu_seqlens.diff() + chunk - 1).div(chunk, rounding_mode="floor").sum()
         before[int(used) :] = 0
@@ -118,23 +131,24 @@ def backward(
     """Return the gradients of q, k, v, the coefficients there are and W, and whether those of q and k are finite."""
     q, k, v, a, e, w = tokens
     dy, q, k, v, a = (rows(x) for x in (dy, q, k, v, a))
-    dW = None if dW is None else dW.to(before.dtype).contiguous()
+    wide = torch.float32 if before.dtype == torch.bfloat16 else before.dtype
+    dW = None if dW is None else dW.to(wide).contiguous()
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    dW_start = before.new_empty((N, *before.shape[1:]))
+    dW_start = before.new_empty((N, *before.shape[1:]), dtype=wide)
     # With fewer heads than threads the gradients of all states come first; then every chunk is on its own.
     few = N * q.shape[2] < torch.get_num_threads() and before.shape[0] > N
     views = {"dy": dy, "q": q, "k": k, "v": v, "a": a, "e": e, "w": w}
     named = [(name, views[name]) for name in ("q", "k", "v", "a", "e", "w")]
     # Sums over a group's heads are kept as wide as the state.
-    wide = {"q": before.dtype, "k": before.dtype} if v.shape[2] > q.shape[2] else {}
-    grads = {f"d{name}": x.new_empty(x.shape, dtype=wide.get(name)) for name, x in named if x is not None}
-    after = torch.empty_like(before) if few else None
+    summed = {"q": wide, "k": wide} if v.shape[2] > q.shape[2] else {}
+    grads = {f"d{name}": x.new_empty(x.shape, dtype=summed.get(name)) for name, x in named if x is not None}
+    after = torch.empty_like(before, dtype=wide) if few else None
     states = {"before": before, "dW_end": dW, "dW_start": dW_start, "after": after}
     finite = _call("fastweights_backward", chunk, log, cu_seqlens, {**views, **grads}, **states)
     return [*(grads[f"d{name}"].to(x.dtype) for name, x in named if x is not None), dW_start], finite
 
 
-OPERATOR = ChunkedOperator("cpu", forward, backward, _chunk_starts, chunk_length, "cpu")
+OPERATOR = ChunkedOperator("cpu", forward, backward, _chunk_starts, chunk_length, "cpu", kept_dtype)
 recurrence = OPERATOR.recurrence
 
 

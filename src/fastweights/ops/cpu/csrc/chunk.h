@@ -22,33 +22,37 @@ struct Job {
 };
 
 // One chunk of one job, and room for everything that is computed of it.
-template <class R>
+template <class R, class E>
 class Chunk {
  public:
   Chunk(const Call& call, bool backward)
       : call(call), forwards(!backward), decay(call.a.data), per_key(decay && call.per_key), erase(call.e.data),
         write(call.w.data), D(call.D), C(call.C), Dp(padded<R>(D)), Mp(padded<R>(call.M)), width(per_key ? Dp : 1),
         tokens((C + kSquare<R> - 1) / kSquare<R> * kSquare<R>),
-        by_products(!per_key && D * call.M > kQuadsUpTo * kQuadsUpTo), products(rows, tokens, decay, erase, write),
-        stride(backward && by_products ? Mp : kBlock) {
+        by_products(kPaired || (!per_key && D * call.M > kQuadsUpTo * kQuadsUpTo)),
+        products(rows, tokens, decay, erase, write), stride(backward && by_products ? Mp : kBlock) {
     const int64_t fours = tokens / kQuad, keyed = tokens * Dp, valued = tokens * Mp, block = Dp * kBlock;
     for (int pass = 0; pass < 2; ++pass) {
       size = 0;
-      for (R** x : {&q, &k}) claim(x, keyed);
+      for (E** x : {&q, &k}) claim(x, tokens * rows.De);
       for (R** x : {&v, &y}) claim(x, valued);
       for (R** x : {&e, &w}) claim(x, tokens);
       for (R** x : {&a, &lasts}) claim(x, tokens * width);
       for (R** x : {&exponent, &total, &start}) claim(x, Dp);
       claim(&factors, fours * kFactors);
       claim(&W, Dp * (Mp + kBlock));
-      if (per_key) for (R** x : {&rows.fade, &rows.q_read, &rows.k_read, &rows.k_kept}) claim(x, keyed);
+      if (per_key) {
+        claim(&rows.fade, keyed);
+        for (E** x : {&rows.q_read, &rows.k_read, &rows.k_kept}) claim(x, keyed);
+      }
+      if (kPaired) claim(&k_kept, tokens / 2 * Dp);
       if (backward) {
         for (R** x : {&rows.u, &rows.dy, &rows.du}) claim(x, valued);
         for (R** x : {&rows.dq, &rows.dk, &rows.dread}) claim(x, keyed);
         for (R** x : {&de, &dw}) claim(x, tokens);
         claim(&da, tokens * width);
         if (by_products) {
-          products.claim_room([&](R** x, int64_t count) { claim(x, count); });
+          products.claim_room([&](auto** x, int64_t count) { claim(x, count); });
         } else {
           claim(&dlasts, fours * Dp);
           claim(&states, fours * block);
@@ -76,13 +80,13 @@ class Chunk {
     for (int64_t c = 0; c < job.chunks(C); ++c) {
       load(c);
       expect(c, c + 1);
-      if (call.before) store_state(call.before, job.first + c);
+      if (call.before) store_state(static_cast<Kept*>(call.before), job.first + c);
       relate(true);
       for (int64_t j = 0; j < M; j += kBlock) dispatch(j, [&](auto erases, auto vectors) { pass<erases, vectors>(j); });
-      if (rows.y == y) store_rows(call.y, job.batch, time, n, job.head, job.column, M, y, Mp);
+      if (rows.y == y) store_rows<kPaired>(call.y, job.batch, time, n, job.head, job.column, M, y, Mp);
       check(M, rows.y, rows.y_row);
     }
-    store_state(call.W_end, job.sequence);
+    store_state(static_cast<R*>(call.W_end), job.sequence);
   }
 
   // Backwards through all chunks; `gradients` says whether to compute more than the gradients of the states.
@@ -91,10 +95,10 @@ class Chunk {
     if (call.dW_end) load_state(call.dW_end, job.sequence);
     else std::fill_n(W, Dp * (Mp + kBlock), R(0));
     for (int64_t c = job.chunks(C) - 1; c >= 0; --c) {
-      if (!gradients) store_state(call.after, job.first + c);
+      if (!gradients) store_state(static_cast<R*>(call.after), job.first + c);
       go_back(c, gradients);
     }
-    store_state(call.dW_start, job.sequence);
+    store_state(static_cast<R*>(call.dW_start), job.sequence);
   }
 
   // The gradients of chunk c, the gradient of the state after it being known.
@@ -105,9 +109,11 @@ class Chunk {
   }
 
  private:
+  using Kept = typename Simd<E>::Number;  // in which states before chunks are kept
+  static constexpr bool kPaired = !std::is_same_v<R, E>;
   // Columns that are computed together, room for a quad, and the largest square state for which quads are faster
   // backwards than products.
-  static constexpr int64_t kBlock = kQuadVectors * Simd<R>::lanes, kFactors = sizeof(Quad<R>) / sizeof(R),
+  static constexpr int64_t kBlock = kQuadVectors * Simd<R>::lanes, kFactors = sizeof(Quad<R, E>) / sizeof(R),
                            kQuadsUpTo = 32;
   // The largest heads whose rows are used where they lie, if they can be.
   static constexpr int64_t kInPlaceUpTo = 64;
@@ -116,9 +122,9 @@ class Chunk {
   const bool forwards, decay, per_key, erase, write;
   const int64_t D, C, Dp, Mp;
   const int64_t width, tokens;  // of the decays of a token, and how many tokens there is room for
-  QuadRows<R> rows{D, Dp, Mp};
+  QuadRows<R, E> rows{D, Dp, Mp};
   const bool by_products;
-  Products<R> products;
+  Products<R, E> products;
   const int64_t stride;  // of the rows of W
   int64_t M = 0, n = 0, time = 0;  // columns of the job, tokens of the chunk and the first of them
   const Job* job = nullptr;
@@ -127,7 +133,9 @@ class Chunk {
   };
   std::unique_ptr<R[], Free> arena;
   int64_t size = 0;
-  R *q, *k, *v, *y;  // rows that were copied, or will be
+  // Rows that were copied, or will be, and pairs of rows of k.
+  E *q, *k, *k_kept;
+  R *v, *y;
   // Decays and gates, and of the former the sum of their logarithms and its exponential; room for quads, see Fading.
   R *a, *e, *w, *exponent, *total, *start, *lasts, *factors;
   // The state or, backwards, its gradient: blocks of columns one after the other, which keeps a block's rows together.
@@ -138,8 +146,10 @@ class Chunk {
   R *da, *de, *dw, *states, *W_T, *dW_T, *dlasts;
   Ahead ahead;
 
-  void claim(R** x, int64_t count) {
-    *x = arena ? arena.get() + size : nullptr;
+  template <class X>
+  void claim(X** x, int64_t count) {
+    static_assert(sizeof(X) == sizeof(R));
+    *x = arena ? reinterpret_cast<X*>(arena.get() + size) : nullptr;
     size += padded<R>(count);
   }
 
@@ -149,7 +159,7 @@ class Chunk {
   }
 
   int64_t quads() const { return (n + kQuad - 1) / kQuad; }
-  Quad<R>& quad(int64_t i) const { return reinterpret_cast<Quad<R>*>(factors)[i]; }
+  Quad<R, E>& quad(int64_t i) const { return reinterpret_cast<Quad<R, E>*>(factors)[i]; }
 
   // Calls work(erases, vectors) with what is known when compiling: whether the rule erases, and how many vectors of
   // columns there are from j on.
@@ -177,22 +187,31 @@ class Chunk {
     for (int64_t j = 0; j < M; j += stride) load_columns(states, index, j, stride, W + j * Dp);
   }
 
-  void store_state(void* states, int64_t index) const {
-    R* out = static_cast<R*>(states) + (index * call.H + job->head) * D * call.M + job->column;
+  template <class X>
+  void store_state(X* states, int64_t index) const {
+    X* out = states + (index * call.H + job->head) * D * call.M + job->column;
     for (int64_t j = 0; j < M; j += stride) {
       const R* in = W + j * Dp;
       const int64_t columns = std::min(stride, M - j);
-      for (int64_t d = 0; d < D; ++d) std::memcpy(out + d * call.M + j, in + d * stride, columns * sizeof(R));
+      for (int64_t d = 0; d < D; ++d) convert<kPaired>(columns, in + d * stride, out + d * call.M + j);
     }
   }
 
+  const Kept* kept(int64_t c) const {
+    return static_cast<const Kept*>(call.before) + ((job->first + c) * call.H + job->head) * D * call.M + job->column;
+  }
+
   // Finds rows of a tensor where they lie, `apart` elements from one to the next; false where they have to be copied:
-  // rows of another type, parts of vectors or of a quad, and large heads, whose rows drive each other out of the
-  // first cache.
-  bool found(const View& x, int64_t head, int64_t from, int64_t size, R*& at, int64_t& apart) const {
-    const bool whole = size % Simd<R>::lanes == 0 && n % kQuad == 0;
-    if (!forwards || per_key || x.kind != kind_of<R> || !whole || std::max(D, call.M) > kInPlaceUpTo) return false;
-    at = reinterpret_cast<R*>(x.at(job->batch, time, head)) + from, apart = x.time;
+  // rows of another type, parts of elements, of vectors or of a quad, and large heads, whose rows drive each other out
+  // of the first cache.
+  template <class X>
+  bool found(const View& x, int64_t head, int64_t from, int64_t size, X*& at, int64_t& apart) const {
+    constexpr int64_t depth = Simd<X>::depth;
+    if (!forwards || per_key || x.kind != kind_of<X> || std::max(D, call.M) > kInPlaceUpTo) return false;
+    char* first = x.at(job->batch, time, head) + from * x.bytes;
+    if (reinterpret_cast<uintptr_t>(first) % sizeof(X) || x.time % depth) return false;
+    if (size % (depth * Simd<X>::lanes) || n % kQuad) return false;
+    at = reinterpret_cast<X*>(first), apart = x.time / depth;
     return true;
   }
 
@@ -201,9 +220,9 @@ class Chunk {
     time = job->start + c * C;
     n = std::min(C, job->end - time);
     rows.q = q, rows.k = k, rows.v = v, rows.y = y;
-    rows.q_row = rows.k_row = Dp, rows.v_row = rows.y_row = Mp;
-    if (!found(call.q, keyed, 0, D, rows.q, rows.q_row)) load_rows(call.q, b, time, n, keyed, 0, D, q, Dp);
-    if (!found(call.k, keyed, 0, D, rows.k, rows.k_row)) load_rows(call.k, b, time, n, keyed, 0, D, k, Dp);
+    rows.q_row = rows.k_row = rows.De, rows.v_row = rows.y_row = Mp;
+    if (!found(call.q, keyed, 0, D, rows.q, rows.q_row)) load_rows(call.q, b, time, n, keyed, 0, D, q, rows.De);
+    if (!found(call.k, keyed, 0, D, rows.k, rows.k_row)) load_rows(call.k, b, time, n, keyed, 0, D, k, rows.De);
     if (!found(call.v, h, from, M, rows.v, rows.v_row)) load_rows(call.v, b, time, n, h, from, M, v, Mp);
     found(call.y, h, from, M, rows.y, rows.y_row);
     if (!per_key) rows.q_read = rows.q, rows.k_read = rows.k_kept = rows.k;
@@ -213,10 +232,13 @@ class Chunk {
     if (decay && call.log) open_logarithms();
     // Tokens that the last four lack read and write nothing.
     for (int64_t t = n; t < quads() * kQuad; ++t) {
-      for (R* x : {q, k}) std::fill_n(x + t * Dp, Dp, R(0));
+      for (E* x : {q, k}) std::fill_n(x + t * rows.De, rows.De, E{});
       for (R* x : {v, rows.dy}) if (x) std::fill_n(x + t * Mp, padded<R>(M), R(0));
       std::fill_n(a + t * width, width, R(1));
       e[t] = 0, w[t] = 1;
+    }
+    if constexpr (kPaired) {
+      if (forwards) rows.k_kept = k_kept, pairs_of_rows(quads() * kQuad, D, rows.k, rows.k_row, k_kept, Dp);
     }
   }
 
@@ -237,6 +259,9 @@ class Chunk {
     expect(call.dv, c, h, 0, M, true);
     for (const View* x : {&call.q, &call.k}) expect(*x, next, keyed, 0, D);
     for (const View* x : {&call.v, &call.dy}) expect(*x, next, h, job->column, M);
+    if (kPaired && !forwards && next >= 0) {
+      ahead.add(reinterpret_cast<const char*>(kept(next)), call.M * sizeof(Kept), D, M * sizeof(Kept), false);
+    }
   }
 
   // From logarithms to decays.
@@ -268,8 +293,8 @@ class Chunk {
     const Fading<R> fading{a, waits && decay && call.log ? exponent : nullptr, total, start, lasts, waits};
     for (int64_t i = 0; i < quads(); ++i) {
       const bool final = i + 1 == quads();
-      per_key ? quad(i).template relate<true>(rows, i * kQuad, fading, e, w, final)
-              : quad(i).template relate<false>(rows, i * kQuad, fading, e, w, final);
+      if (!per_key) quad(i).template relate<false>(rows, i * kQuad, fading, e, w, final);
+      else if constexpr (!kPaired) quad(i).template relate<true>(rows, i * kQuad, fading, e, w, final);
     }
   }
 
@@ -290,13 +315,14 @@ class Chunk {
     load(c);
     load_rows(call.dy, job->batch, time, n, job->head, job->column, M, rows.dy, Mp);
     expect(c, c - 1);
-    by_products ? go_back_by_products(c, gradients) : go_back_by_quads(c, gradients);
+    if (by_products) go_back_by_products(c, gradients);
+    else if constexpr (!kPaired) go_back_by_quads(c, gradients);
     if (gradients) store_gradients();
   }
 
   void go_back_by_products(int64_t c, bool gradients) {
-    load_columns(call.before, job->first + c, 0, Mp, products.W);
-    products.relate(n, M, a, e, w, decay && call.log ? total : nullptr, W, ahead);
+    products.take(kept(c), call.M, M);
+    products.relate(n, M, a, e, w, decay && call.log ? total : nullptr, W, ahead, gradients);
     if (gradients) products.differentiate(W, de, da);
     products.rewind(W);
   }
@@ -348,8 +374,8 @@ class Chunk {
     const int64_t b = job->batch, h = job->head;
     // Those of q and k: the sum over the heads of a group, which come one after the other.
     const bool add = h % call.group;
-    store_rows(call.dq, b, time, n, h / call.group, 0, D, rows.dq, Dp, add);
-    store_rows(call.dk, b, time, n, h / call.group, 0, D, rows.dk, Dp, add);
+    store_rows<kPaired>(call.dq, b, time, n, h / call.group, 0, D, rows.dq, Dp, add);
+    store_rows<kPaired>(call.dk, b, time, n, h / call.group, 0, D, rows.dk, Dp, add);
     check(D, rows.dq, Dp);
     check(D, rows.dk, Dp);
     if (decay) {
@@ -364,6 +390,6 @@ class Chunk {
       }
       store_rows(call.dw, b, time, n, h, 0, 1, dw, 1);
     }
-    store_rows(call.dv, b, time, n, h, 0, M, rows.du, Mp);
+    store_rows<kPaired>(call.dv, b, time, n, h, 0, M, rows.du, Mp);
   }
 };

@@ -5,7 +5,8 @@
 // copied into padded rows of float or double first, whatever the strides and the dtype of the inputs, unless the
 // forward pass can use the rows where they lie. Both passes take four tokens at a time, by the equations in quad.h. For
 // large states the backward pass takes a whole chunk instead, as a few matrix products, by the equations of
-// ops/chunked, which docs/maths.md derives; see products.h.
+// ops/chunked, which docs/maths.md derives; see products.h. Where `pairs` are asked for, large states are multiplied in
+// bfloat16, both ways; see pairs.h.
 //
 // Work is shared out by sequence and head. Where these are fewer than the threads, the forward pass also splits the
 // columns of the state, which do not know of each other. So does the backward pass for the gradients of the states;
@@ -19,7 +20,7 @@
 namespace {
 
 // Calls work(chunk, i) for all i < count, on as many threads as PyTorch uses.
-template <class R, class Work>
+template <class R, class E, class Work>
 Outcome share_out(const Call& call, bool backward, int64_t threads, int64_t count, const Work& work) {
   threads = std::min(threads, count);
   struct Shared {
@@ -31,7 +32,7 @@ Outcome share_out(const Call& call, bool backward, int64_t threads, int64_t coun
   } shared{call, work, backward, Shares(threads, count)};
   const auto worker = [](int64_t thread, int64_t, void* context) {
     Shared& shared = *static_cast<Shared*>(context);
-    Chunk<R> chunk(shared.call, shared.backward);
+    Chunk<R, E> chunk(shared.call, shared.backward);
     if (!chunk.ready()) shared.failed = true;
     for (int64_t seen = 0, i; !shared.failed && (i = shared.shares.next(thread, seen)) >= 0;) shared.work(chunk, i);
     if (!chunk.finite) shared.finite = false;
@@ -40,7 +41,7 @@ Outcome share_out(const Call& call, bool backward, int64_t threads, int64_t coun
   return shared.finite ? kFinite : kNotFinite;
 }
 
-template <class R>
+template <class R, class E>
 Outcome run(const Call& call, bool backward) {
   const int64_t heads = call.N * call.H, threads = number_of_threads(), lanes = Simd<R>::lanes;
   auto first = std::make_unique<int64_t[]>(call.N + 1);
@@ -58,19 +59,19 @@ Outcome run(const Call& call, bool backward) {
   };
   const auto piece = [&](int64_t i) { return job(i / pieces, i % pieces * columns, columns); };
   if (!backward) {
-    return share_out<R>(call, false, threads, heads * pieces,
-                        [&](Chunk<R>& chunk, int64_t i) { chunk.forward(piece(i)); });
+    return share_out<R, E>(call, false, threads, heads * pieces,
+                        [&](Chunk<R, E>& chunk, int64_t i) { chunk.forward(piece(i)); });
   }
   if (!call.after) {
-    return share_out<R>(call, true, threads, heads / call.group, [&](Chunk<R>& chunk, int64_t i) {
+    return share_out<R, E>(call, true, threads, heads / call.group, [&](Chunk<R, E>& chunk, int64_t i) {
       for (int64_t j = 0; j < call.group; ++j) chunk.backward(job(i * call.group + j, 0, call.M), true);
     });
   }
-  const Outcome walked = share_out<R>(call, true, threads, heads * pieces,
-                                      [&](Chunk<R>& chunk, int64_t i) { chunk.backward(piece(i), false); });
+  const Outcome walked = share_out<R, E>(call, true, threads, heads * pieces,
+                                      [&](Chunk<R, E>& chunk, int64_t i) { chunk.backward(piece(i), false); });
   if (walked == kNoMemory) return walked;
   const int64_t groups = call.H / call.group;
-  return share_out<R>(call, true, threads, first[call.N] * groups, [&](Chunk<R>& chunk, int64_t i) {
+  return share_out<R, E>(call, true, threads, first[call.N] * groups, [&](Chunk<R, E>& chunk, int64_t i) {
     const int64_t c = i / groups;
     const int64_t sequence = std::upper_bound(first.get(), first.get() + call.N, c) - first.get() - 1;
     for (int64_t j = 0; j < call.group; ++j) {
@@ -80,13 +81,17 @@ Outcome run(const Call& call, bool backward) {
   });
 }
 
+int run(const Call& call, bool wide, bool backward) {
+  if (wide) return run<double, double>(call, backward);
+  return kPairs && call.pairs ? run<float, Pair>(call, backward) : run<float, float>(call, backward);
+}
+
 }  // namespace
 
-// Both return an Outcome.
-extern "C" int fastweights_forward(const Call* call, int wide) {
-  return wide ? run<double>(*call, false) : run<float>(*call, false);
-}
+// Whether a call may ask for `pairs`.
+extern "C" int fastweights_pairs() { return kPairs; }
 
-extern "C" int fastweights_backward(const Call* call, int wide) {
-  return wide ? run<double>(*call, true) : run<float>(*call, true);
-}
+// Both return an Outcome.
+extern "C" int fastweights_forward(const Call* call, int wide) { return run(*call, wide, false); }
+
+extern "C" int fastweights_backward(const Call* call, int wide) { return run(*call, wide, true); }

@@ -16,21 +16,26 @@
 // an eighth of the work that it is for chunks of 32 tokens.
 #pragma once
 
+#include "pairs.h"
 #include "simd.h"
 
 constexpr int kQuad = 4;
 // Vectors of columns at once: as many as have room for their sums in the registers.
 constexpr int kQuadVectors = kTileRows == 8 ? 2 : 1;
 
-// Rows of the tokens of a chunk, D and M elements long, which begin Dp and Mp elements apart. Only those of q, k, v and
-// y may also be used where they lie, which need not be at the start of a vector.
-template <class R>
+// Rows of the tokens of a chunk, D and M numbers long, which begin Dp and Mp numbers apart; those of q and k of elements
+// E, which begin De elements apart, see pairs.h. Only rows of q, k, v and y may also be used where they lie, which need
+// not be at the start of a vector.
+template <class R, class E = R>
 struct QuadRows {
-  int64_t D, Dp, Mp;
-  int64_t q_row = Dp, k_row = Dp, v_row = Mp, y_row = Mp;  // from one row to the next
-  R *q, *k, *v, *y, *u, *dy, *du;
-  // With decays per key γ_t, γ_t q_t, γ_t k_t and Γ[4, s] k_s, which `relate` writes; otherwise nothing, q, k and k.
-  R *fade, *q_read, *k_read, *k_kept;
+  int64_t D, Dp, Mp, De = padded<E>(elements<E>(D));
+  int64_t q_row = De, k_row = De, v_row = Mp, y_row = Mp;  // from one row to the next
+  E *q, *k;
+  R *v, *y, *u, *dy, *du;
+  // With decays per key γ_t, γ_t q_t, γ_t k_t and Γ[4, s] k_s, which `relate` writes; otherwise nothing, q, k and k, the
+  // last of them in pairs of rows, Dp apart, where elements are pairs.
+  R* fade;
+  E *q_read, *k_read, *k_kept;
   // W dy_t, dW u_t and W du_t at first; the gradients of q and k, and nothing, in the end.
   R *dq, *dk, *dread;
 };
@@ -53,24 +58,25 @@ struct Fading {
 };
 
 // The factors in the equations above, for tokens `first` to `first + 4` of a chunk.
-template <class R>
+template <class R, class E = R>
 class Quad {
  public:
   // `e` and `w` are those of the chunk, `final` says whether these are its last four.
   template <bool PerKey>
-  [[gnu::noinline]] void relate(const QuadRows<R>& rows, int64_t first, const Fading<R>& fading, const R* e, const R* w,
-                                bool final) {
+  [[gnu::noinline]] void relate(const QuadRows<R, E>& rows, int64_t first, const Fading<R>& fading, const R* e,
+                                const R* w, bool final) {
     const int64_t width = PerKey ? rows.Dp : 1;
     R* last = fading.last + first / kQuad * width;
     V sums[kQuad * kQuad] = {};
-    for (int64_t d = 0; d < rows.D; d += L) {
-      V keys[kQuad], fade = V{} + R(1), start = fade, rest = fade;
+    for (int64_t d = 0; d < elements<E>(rows.D); d += L) {
+      Elements keys[kQuad];
+      V fade = V{} + R(1), start = fade, rest = fade;
       if (PerKey && fading.exponent && first) start = vector(fading.start + d);
 #pragma GCC unroll 4
       for (int t = 0; t < kQuad; ++t) {
-        const V query = loose(rows.q + (first + t) * rows.q_row + d);
-        const V key = loose(rows.k + (first + t) * rows.k_row + d);
-        if (PerKey) {
+        const Elements query = loose(rows.q + (first + t) * rows.q_row + d);
+        const Elements key = loose(rows.k + (first + t) * rows.k_row + d);
+        if constexpr (PerKey) {
           const int64_t at = (first + t) * rows.Dp + d;
           const V decay = vector(fading.a + at);
 #pragma GCC unroll 4
@@ -83,19 +89,20 @@ class Quad {
         keys[t] = key;
         add_products(t, query, key, keys, sums);
       }
-      if (!PerKey) continue;
-      V now = fade;
-      if (fading.exponent) {
-        const auto little = fades_little(vector(fading.exponent + d));
-        const V one = V{} + R(1);
-        start = little ? start * fade : one;
-        vector(fading.start + d) = start;
-        if (final) now = little ? vector(fading.total + d) : fade;
-        else rest = one / start, now = little ? one : fade;
-      }
+      if constexpr (PerKey) {
+        V now = fade;
+        if (fading.exponent) {
+          const auto little = fades_little(vector(fading.exponent + d));
+          const V one = V{} + R(1);
+          start = little ? start * fade : one;
+          vector(fading.start + d) = start;
+          if (final) now = little ? vector(fading.total + d) : fade;
+          else rest = one / start, now = little ? one : fade;
+        }
 #pragma GCC unroll 4
-      for (int t = 0; t < kQuad; ++t) vector(rows.k_kept + (first + t) * rows.Dp + d) = rest * keys[t];
-      vector(last + d) = now;
+        for (int t = 0; t < kQuad; ++t) vector(rows.k_kept + (first + t) * rows.Dp + d) = rest * keys[t];
+        vector(last + d) = now;
+      }
     }
     Row products[kQuad], by_keys[kQuad], reach[kQuad], decays, erased;
     sum_up(sums, products, by_keys);
@@ -138,21 +145,24 @@ class Quad {
   // the state after them from W, unless `after` is null. Row d of W is multiplied by last[d * step], all of which are 1
   // without `Fades`; rows are `row` apart.
   template <bool Erases, int Vectors, bool Again, bool Fades>
-  [[gnu::noinline]] void pass(const QuadRows<R>& rows, int64_t first, int64_t column, const R* last, int64_t step,
+  [[gnu::noinline]] void pass(const QuadRows<R, E>& rows, int64_t first, int64_t column, const R* last, int64_t step,
                               const R* W, R* after, int64_t row) const {
     const int64_t D = rows.D, q_row = rows.q_row, k_row = rows.k_row;
     V by_k[kQuad][Vectors] = {}, by_q[kQuad][Vectors] = {};
-    const R *q = rows.q_read + first * q_row, *k = rows.k_read + first * k_row, *from = W;
-    for (int64_t d = 0; (Erases || !Again) && d < D; ++d, ++q, ++k, from += row) {
-      V state[Vectors];
+    const E *q = rows.q_read + first * q_row, *k = rows.k_read + first * k_row;
+    const R* from = W;
+    for (int64_t d = 0; (Erases || !Again) && d < D; d += kDepth, ++q, ++k, from += kDepth * row) {
+      Elements state[Vectors];
 #pragma GCC unroll 2
-      for (int j = 0; j < Vectors; ++j) state[j] = vector(from + j * L);
+      for (int j = 0; j < Vectors; ++j) {
+        state[j] = elements_of<E>(vector(from + j * L), vector(from + (kDepth - 1) * row + j * L));
+      }
 #pragma GCC unroll 4
       for (int t = 0; t < kQuad; ++t) {
 #pragma GCC unroll 2
         for (int j = 0; j < Vectors; ++j) {
-          if (Erases) by_k[t][j] += k[t * k_row] * state[j];
-          if (!Again) by_q[t][j] += q[t * q_row] * state[j];
+          if (Erases) add_product(by_k[t][j], k[t * k_row], state[j]);
+          if (!Again) add_product(by_q[t][j], q[t * q_row], state[j]);
         }
       }
     }
@@ -186,15 +196,27 @@ class Quad {
 #pragma GCC unroll 2
       for (int j = 0; j < Vectors; ++j) u[t][j] = scaled(kept_[t], u[t][j]);
     }
-    k = rows.k_kept + first * k_row;
+    Elements written[kQuad / kDepth][Vectors];
+#pragma GCC unroll 4
+    for (int t = 0; t < kQuad / kDepth; ++t) {
+#pragma GCC unroll 2
+      for (int j = 0; j < Vectors; ++j) {
+        written[t][j] = elements_of<E>(u[t * kDepth][j], u[t * kDepth + kDepth - 1][j]);
+      }
+    }
+    const int64_t kept_row = kDepth == 1 ? k_row : rows.Dp;
+    k = rows.k_kept + first / kDepth * kept_row;
     for (int64_t d = 0; d < D; ++d, ++k, last += step, W += row, after += row) {
       V state[Vectors];
 #pragma GCC unroll 2
       for (int j = 0; j < Vectors; ++j) state[j] = Fades ? scaled(*last, vector(W + j * L)) : vector(W + j * L);
 #pragma GCC unroll 4
-      for (int t = 0; t < kQuad; ++t) {
+      for (int t = 0; t < kQuad / kDepth; ++t) {
 #pragma GCC unroll 2
-        for (int j = 0; j < Vectors; ++j) add(state[j], k[t * k_row], u[t][j]);
+        for (int j = 0; j < Vectors; ++j) {
+          add_product(state[j], k[t * kept_row], written[t][j]);
+          settle(state[j]);
+        }
       }
 #pragma GCC unroll 2
       for (int j = 0; j < Vectors; ++j) vector(after + j * L) = state[j];
@@ -203,8 +225,8 @@ class Quad {
 
   // The same backwards: du, and dW from after the four tokens to before them.
   template <bool Erases, int Vectors>
-  [[gnu::noinline]] void pass_back(const QuadRows<R>& rows, int64_t first, int64_t column, const R* last, int64_t step,
-                                   R* dW, int64_t row) const {
+  [[gnu::noinline]] void pass_back(const QuadRows<R, E>& rows, int64_t first, int64_t column, const R* last,
+                                   int64_t step, R* dW, int64_t row) const {
     const int64_t D = rows.D, Dp = rows.Dp, Mp = rows.Mp;
     V du[kQuad][Vectors] = {}, dy[kQuad][Vectors];
     const R *k = rows.k_kept + first * Dp, *from = dW;
@@ -263,7 +285,7 @@ class Quad {
   // Adds W dy_t, dW u_t and W du_t of some columns to dq, dk and dread, and the products of the rows of W and dW to
   // dlast, from W and dW transposed, whose rows are Dp apart.
   template <bool Erases>
-  [[gnu::noinline]] static void contract(const QuadRows<R>& rows, int64_t first, int64_t column, int64_t columns,
+  [[gnu::noinline]] static void contract(const QuadRows<R, E>& rows, int64_t first, int64_t column, int64_t columns,
                                          const R* W, const R* dW, R* dlast) {
     const int64_t Dp = rows.Dp, Mp = rows.Mp, begin = first * Mp + column;
     for (int64_t d = 0; d < rows.D; d += L) {
@@ -296,7 +318,8 @@ class Quad {
 
  private:
   using V = typename Simd<R>::Vector;
-  static constexpr int L = Simd<R>::lanes;
+  using Elements = typename Simd<E>::Vector;
+  static constexpr int L = Simd<R>::lanes, kDepth = Simd<E>::depth;
   typedef R Row[kQuad];
   // S and A; γ_t, w_t, e_t γ_t and Γ[4, t].
   Row scores_[kQuad], system_[kQuad], fade_, written_, taken_, kept_;
@@ -331,11 +354,11 @@ class Quad {
   }
 
   // x_t z_s for s <= t and y_t z_s for s < t, of which the latter are put where the former have none.
-  static void add_products(int t, const V& x, const V& y, const V* z, V* sums) {
+  static void add_products(int t, const Elements& x, const Elements& y, const Elements* z, V* sums) {
 #pragma GCC unroll 4
-    for (int s = 0; s <= t; ++s) sums[t * kQuad + s] += x * z[s];
+    for (int s = 0; s <= t; ++s) ::add_products(sums[t * kQuad + s], x, z[s]);
 #pragma GCC unroll 4
-    for (int s = 0; s < t; ++s) sums[s * kQuad + t] += y * z[s];
+    for (int s = 0; s < t; ++s) ::add_products(sums[s * kQuad + t], y, z[s]);
   }
 
   static void sum_up(V* sums, Row* xz, Row* yz) {

@@ -38,6 +38,9 @@ struct Simd {
   // Integers of the same size, as masks and for bits.
   typedef std::conditional_t<sizeof(R) == 4, int32_t, int64_t> Int;
   typedef Int Ints __attribute__((vector_size(kVectorBytes)));
+  // What products of such elements are summed up as, and how many numbers an element is; see pairs.h.
+  typedef R Sum, Number;
+  static constexpr int depth = 1;
 };
 
 template <class R>
@@ -105,25 +108,53 @@ struct Result {
   }
 };
 
-template <class R, int Rows, int Vectors>
-[[gnu::noinline]] void tile(int64_t inner, const Operand<R>& A, const R* B, int64_t b, const Result<R>& C) {
+template <class E>
+using ResultOf = Result<typename Simd<E>::Sum>;
+
+// As many elements as hold so many numbers.
+template <class E>
+int64_t elements(int64_t size) {
+  return (size + Simd<E>::depth - 1) / Simd<E>::depth;
+}
+
+// Elements of as many rows as each has numbers; these are the first and the last of them.
+template <class E>
+typename Simd<E>::Vector elements_of(const typename Simd<typename Simd<E>::Sum>::Vector& first,
+                                     const typename Simd<typename Simd<E>::Sum>::Vector&) {
+  return first;
+}
+
+template <class V>
+void add_products(V& sum, const V& x, const V& y) {
+  sum += x * y;
+}
+
+template <class R>
+void add_product(typename Simd<R>::Vector& sum, R left, const typename Simd<R>::Vector& right) {
+  sum += left * right;
+}
+
+// Of elements E, `inner` of which are summed up.
+template <class E, int Rows, int Vectors>
+[[gnu::noinline]] void tile(int64_t inner, const Operand<E>& A, const E* B, int64_t b, const ResultOf<E>& C) {
+  using R = typename Simd<E>::Sum;
   using V = typename Simd<R>::Vector;
   constexpr int L = Simd<R>::lanes;
   V sums[Rows][Vectors] = {};
   const auto accumulate = [&](auto row) {
     // One pointer for every four rows: their addresses are then part of the instructions that read.
-    const R* left[(Rows + 3) / 4];
+    const E* left[(Rows + 3) / 4];
 #pragma GCC unroll 4
     for (int i = 0; i < Rows; i += 4) left[i / 4] = A.data + i * row;
     const int64_t column = A.column;
     for (int64_t p = 0; p < inner; ++p) {
-      V right[Vectors];
+      typename Simd<E>::Vector right[Vectors];
 #pragma GCC unroll 4
       for (int j = 0; j < Vectors; ++j) right[j] = vector(B + j * L);
 #pragma GCC unroll 16
       for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 4
-        for (int j = 0; j < Vectors; ++j) sums[i][j] += left[i / 4][i % 4 * row] * right[j];
+        for (int j = 0; j < Vectors; ++j) add_product(sums[i][j], left[i / 4][i % 4 * row], right[j]);
       }
 #pragma GCC unroll 4
       for (int i = 0; i < Rows; i += 4) left[i / 4] += column;
@@ -151,48 +182,48 @@ template <class R, int Rows, int Vectors>
 }
 
 // `Rows` rows of a product.
-template <class R, int Rows>
-void band(int64_t columns, int64_t inner, const Operand<R>& A, const R* B, int64_t b, const Result<R>& C) {
-  constexpr int L = Simd<R>::lanes;
+template <class E, int Rows>
+void band(int64_t columns, int64_t inner, const Operand<E>& A, const E* B, int64_t b, const ResultOf<E>& C) {
+  constexpr int L = Simd<E>::lanes;
   for (int64_t j = 0; j < columns;) {
     const int64_t left = (columns - j) / L;
     if (Rows <= kTileRows && (left == 3 || left > 4)) {
-      tile<R, Rows, 3>(inner, A, B + j, b, C.at(0, j));
+      tile<E, Rows, 3>(inner, A, B + j, b, C.at(0, j));
       j += 3 * L;
     } else if (Rows <= kTileRows && left >= 2) {
-      tile<R, Rows, 2>(inner, A, B + j, b, C.at(0, j));
+      tile<E, Rows, 2>(inner, A, B + j, b, C.at(0, j));
       j += 2 * L;
     } else {
-      tile<R, Rows, 1>(inner, A, B + j, b, C.at(0, j));
+      tile<E, Rows, 1>(inner, A, B + j, b, C.at(0, j));
       j += L;
     }
   }
 }
 
 // C (rows x columns) of A (rows x inner) B (inner x columns), whose rows are b apart; asks `ahead` now and then.
-template <class R>
-[[gnu::noinline]] void multiply(int64_t rows, int64_t columns, int64_t inner, const Operand<R>& A, const R* B, int64_t b,
-                                const Result<R>& C, Part part = Part::all, Ahead* ahead = nullptr) {
-  columns = padded<R>(columns);
+template <class E>
+[[gnu::noinline]] void multiply(int64_t rows, int64_t columns, int64_t inner, const Operand<E>& A, const E* B, int64_t b,
+                                const ResultOf<E>& C, Part part = Part::all, Ahead* ahead = nullptr) {
+  columns = padded<E>(columns);
   for (int64_t i = 0, step; i < rows; i += step) {
     if (ahead) ahead->ask();
     const int64_t left = rows - i;
     // A tile of one vector needs more rows to keep the machine busy. Of a triangle it would read too much.
-    const int64_t most = part == Part::result ? std::min(columns, padded<R>(i + 2 * kTileRows)) : columns;
+    const int64_t most = part == Part::result ? std::min(columns, padded<E>(i + 2 * kTileRows)) : columns;
     const bool whole = part == Part::all || part == Part::result;
-    const bool tall = whole && most <= Simd<R>::lanes && left >= 2 * kTileRows;
+    const bool tall = whole && most <= Simd<E>::lanes && left >= 2 * kTileRows;
     step = tall ? 2 * kTileRows : left >= kTileRows ? kTileRows : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    const int64_t from = part == Part::upper ? i : 0;
-    const int64_t to = part == Part::lower ? std::min(inner, i + step) : inner;
-    const int64_t width = part == Part::result ? std::min(columns, padded<R>(i + step)) : columns;
+    const int64_t from = part == Part::upper ? i / Simd<E>::depth : 0;
+    const int64_t to = elements<E>(part == Part::lower ? std::min(inner, i + step) : inner);
+    const int64_t width = part == Part::result ? std::min(columns, padded<E>(i + step)) : columns;
     const auto left_part = A.at(i, from);
-    const R* right = B + from * b;
+    const E* right = B + from * b;
     const auto out = C.at(i, 0);
-    if (tall) band<R, 2 * kTileRows>(width, to - from, left_part, right, b, out);
-    else if (step == kTileRows) band<R, kTileRows>(width, to - from, left_part, right, b, out);
-    else if (step == 4) band<R, 4>(width, to - from, left_part, right, b, out);
-    else if (step == 2) band<R, 2>(width, to - from, left_part, right, b, out);
-    else band<R, 1>(width, to - from, left_part, right, b, out);
+    if (tall) band<E, 2 * kTileRows>(width, to - from, left_part, right, b, out);
+    else if (step == kTileRows) band<E, kTileRows>(width, to - from, left_part, right, b, out);
+    else if (step == 4) band<E, 4>(width, to - from, left_part, right, b, out);
+    else if (step == 2) band<E, 2>(width, to - from, left_part, right, b, out);
+    else band<E, 1>(width, to - from, left_part, right, b, out);
   }
 }
 
