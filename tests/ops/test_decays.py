@@ -57,6 +57,17 @@ def test_logarithms_near_zero_keep_their_digits(backend, channels):
     torch.testing.assert_close(end.W, torch.full_like(end.W, math.exp(-0.02)), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("backend", ["chunked", "cpu"])
+def test_logarithms_near_zero_keep_the_digits_of_gradients(backend):
+    """Of a state so large that the C++ goes back through a whole chunk at once, not through four tokens at a time."""
+    x, log = torch.zeros(1, 20_000, 1, 40), torch.full((1, 20_000, 1), -1e-6)
+    W = torch.ones(1, 1, 40, 40, requires_grad=True)
+    state = fw.FastWeightState(W)
+    _, end = fw.fast_weight_memory(x, x, x, rule="decay", log_decay=log, state=state, backend=backend)
+    (dW,) = torch.autograd.grad(end.W.sum(), W)
+    torch.testing.assert_close(dW, torch.full_like(dW, math.exp(-0.02)), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("rule", ["decay", "gated_delta"])
 def test_the_same_decay_for_every_channel_is_one_for_the_head(rule):
     call = random_call(rule, "attention", 2, 50, 2, 5, 3)
