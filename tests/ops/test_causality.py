@@ -138,6 +138,23 @@ def test_an_overflow_ends_where_a_text_starts(backend):
     assert torch.equal(spoilt[1:], clean[1:])
 
 
+@pytest.mark.parametrize(("D", "M"), [(4, 3), (40, 35)])
+@pytest.mark.parametrize("rule", ["delta", "gated_delta"])
+@pytest.mark.parametrize("backend", EXACT)
+def test_an_overflow_changes_no_gradient_of_another_row(backend, rule, D, M):
+    """Of small states, and of large ones, through which the C++ goes back in another way."""
+    results = []
+    for length in (1, 1e6):
+        call = random_call(rule, None, B, T, H, D, M, torch.float32)
+        call.k[ROW, 9:25] *= length
+        call.gates["beta"][ROW, 9:25] = 1
+        call = call.requiring_grad()
+        outputs = call.run(backend)
+        results.append([x.unflatten(0, (B, -1)) for x in (*outputs, *gradients(outputs, call.inputs()))])
+    assert not results[1][0][ROW].isfinite().all()
+    assert all(torch.equal(a[1 - ROW], b[1 - ROW]) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("features", [PLAIN, Features.named("dpfp", nu=1, sum=True, logits=True)], ids=["", "dpfp"])
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("rule", [*FAMILY, "gated_delta log"])
