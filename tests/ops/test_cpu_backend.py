@@ -1,5 +1,6 @@
 """The C++ backend beyond what all backends are tested for: its threads, its chunks, its place in PyTorch."""
 
+import math
 import mmap
 from dataclasses import replace
 
@@ -119,6 +120,19 @@ def test_nan_stays_in_its_sequence(D, M, dtype):
     spoilt = everything(call)
     assert spoilt[0][0].isnan().any()
     assert all(torch.equal(a[1:], b[1:]) for a, b in zip(clean, spoilt, strict=True))
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf"), float("-inf")])
+def test_says_whether_results_are_finite(value):
+    """Of positive numbers and one other, which goes into sums only, so that infinities do not become NaN."""
+    q, k, v, dy = torch.rand(4, 1, 9, 1, 5)
+    v[0, 6, 0, 2] = value
+    tokens = q, k, v, None, None, None
+    y, _, before, finite = cpu.forward(tokens, torch.rand(1, 1, 5, 5), None, False, torch.float32, True, 8)
+    assert y.isnan().any() == math.isnan(value) and finite == y.isfinite().all() == math.isfinite(value)
+    (dq, dk, *_), finite = cpu.backward(dy, None, tokens, before, None, False, 8)
+    assert dq.isnan().any() == math.isnan(value)
+    assert finite == dq.isfinite().all() == dk.isfinite().all() == math.isfinite(value)
 
 
 @pytest.mark.parametrize("rule", ["gated_delta", "gated_delta per key"])
