@@ -130,6 +130,18 @@ def test_packed_sequences_and_starts(rule):
         torch.testing.assert_close(a, b, equal_nan=True)
 
 
+@pytest.mark.parametrize("rule", ["gated_delta", "gated_delta per key", "gated_delta log", "gated_delta log per key"])
+def test_a_decay_of_zero_empties_the_memory(rule):
+    """Of its values and of what divides them, whatever they were."""
+    call = random_call(rule, "attention", 2, 2, 2, 5, 4)
+    for name, gate in call.gates.items():
+        if "decay" in name:
+            gate[:, 0] = -torch.inf if name == "log_decay" else 0
+    spoilt = replace(call, state=tuple(x * torch.nan for x in call.state))
+    call.state = tuple(x * 0 for x in call.state)
+    assert all(torch.equal(a, b) for a, b in zip(run(problem(spoilt)), run(problem(call)), strict=True))
+
+
 def test_nan_stays_with_its_head_and_after_its_token():
     call = random_call("gated_delta", None, 2, 4, 2, 5, 19)
     clean = run(problem(call))
