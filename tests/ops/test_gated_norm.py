@@ -56,6 +56,15 @@ def test_narrow_inputs_of_any_strides(dtype, tolerance):
     assert found.dtype == dtype and (found - exact).norm() < tolerance * exact.norm()
 
 
+def test_gradients_of_many_heads_keep_their_digits():
+    """Sums of so many numbers in float32, one after the other, are off by some hundred-thousandths."""
+    x, weight = torch.rand(1, 500_000, 1, 1), torch.ones(1, requires_grad=True)
+    exact = weight.detach().double().requires_grad_()
+    (found,) = torch.autograd.grad(gated_rms_norm(x, weight).sum(), weight)
+    (want,) = torch.autograd.grad(plain(None, [x.double(), exact]).sum(), exact)
+    assert relative_error([found], [want]) < 1e-6
+
+
 def test_nan_stays_in_its_head():
     x, weight, gate = (x.detach() for x in random_tensors("silu"))
     clean = gated_rms_norm(x, weight, gate, "silu")

@@ -82,6 +82,15 @@ def test_narrow_inputs_are_summed_in_float32(dtype, tolerance):
         assert (ours - theirs).norm() < tolerance * theirs.norm()
 
 
+def test_gradients_of_a_long_text_keep_their_digits():
+    """Sums of 20,000 numbers in float32, one after the other, are off by several millionths."""
+    tensors, _ = random_call("none", B=1, T=20_000, C=2, taps=2, dtype=torch.float32)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    found = torch.autograd.grad(short_convolution(tensors[0].square(), *tensors[1:])[0].sum(), tensors[1:3])
+    want = torch.autograd.grad(plain([exact[0].square(), *exact[1:]], False)[0].sum(), exact[1:3])
+    assert relative_error(found, want) < 5e-7
+
+
 @pytest.mark.parametrize("marks", ["none", "packed"])
 def test_derivatives(marks):
     """The second ones, and those of batches of gradients, are the plain one's."""
