@@ -16,9 +16,9 @@ from fastweights.layers.mixers import MIXERS, StackState, mixer
 
 D = 8
 SEQUENCE_LAYERS = {
-    "fast_weight": lambda: fw.FastWeightAttention(D, 2),
-    "softmax": lambda: fw.SoftmaxAttention(D, 2),
-    "relative": lambda: fw.RelativeAttention(D, 2, mem_len=3),
+    "fast_weight": lambda **options: fw.FastWeightAttention(D, 2, **options),
+    "softmax": lambda **options: fw.SoftmaxAttention(D, 2, **options),
+    "relative": lambda **options: fw.RelativeAttention(D, 2, mem_len=3, **options),
 }
 CROSS_ATTENTIONS = {
     "softmax_cross_attention": lambda: SoftmaxCrossAttention(D, 2),
@@ -143,6 +143,15 @@ def test_mixers_by_name():
     dpfp = mixer("fast_weight", D, 2, 9, feature_map="dpfp", feature_map_options={"nu": 2})
     sizes = {"fast_weight": (dpfp, 2 * 36 * 9), "softmax": (softmax, 7 * 2 * 18), "relative": (relative, 12 * 2 * 18)}
     assert all(MIXERS[name].size(layer, 7) == size for name, (layer, size) in sizes.items())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("make", SEQUENCE_LAYERS.values(), ids=SEQUENCE_LAYERS)
+def test_biases_of_all_projections_or_of_none(make, bias):
+    """Of what is projected from tokens, not from distances."""
+    linears = {name: x for name, x in make(bias=bias).named_modules() if isinstance(x, torch.nn.Linear)}
+    for name, linear in linears.items():
+        assert (linear.bias is not None) == (bias and name != "distance"), name
 
 
 def test_feedforward_is_its_equation():
