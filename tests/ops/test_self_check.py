@@ -346,6 +346,13 @@ def test_neither_does_what_is_mapped_on_chip():
             assert not miscompiled(config)
 
 
+def test_coefficients_of_what_is_checked_are_those_of_calls():
+    """Decays per key are decays, and what is erased and written by one coefficient is written by no other."""
+    for kind in memory_check.shipped():
+        assert kind.decay or not kind.per_key
+        assert not kind.tied or (kind.erase and not kind.write)
+
+
 def test_few_walks_go_in_groups():
     many, few, one = (configuration(64, 64, torch.bfloat16, walks, 4 * LONG) for walks in (FEW + 1, FEW, 1))
     assert one.groups > few.groups > many.groups == 0
