@@ -231,7 +231,8 @@ class Copy:
             **{"TRITON_CACHE_DIR": str(self.folder / "triton"), "TRITON_INTERPRET": str(int(in_interpreter))},
         }
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-        limited = ["sh", "-c", f'ulimit -t {limit} && exec "$@"', "sh", *command]
+        # The soft limit, which ends a run by the signal that says so; at the hard one it is killed.
+        limited = ["sh", "-c", f'ulimit -S -t {limit} && exec "$@"', "sh", *command]
         return subprocess.run(limited, cwd=self.folder, env=environment, capture_output=True, text=True)
 
 
