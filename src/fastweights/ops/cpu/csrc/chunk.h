@@ -310,8 +310,9 @@ class Chunk {
     }
   }
 
-  // From the gradient of the state after chunk c to that before it.
-  void go_back(int64_t c, bool gradients) {
+  // From the gradient of the state after chunk c to that before it. One copy for all ways of sharing out: in several, a
+  // compiler may reassociate sums in several ways.
+  [[gnu::noinline, gnu::noclone]] void go_back(int64_t c, bool gradients) {
     load(c);
     load_rows(call.dy, job->batch, time, n, job->head, job->column, M, rows.dy, Mp);
     expect(c, c - 1);
