@@ -9,9 +9,13 @@ READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/pip install --quiet --no-compile
 
-.PHONY: test reproduce docs lint format clean
+.PHONY: test check reproduce docs lint format clean
 
-test: lint
+# The linters take one core for a while, in which the tests have the others.
+test: $(READY)
+	$(MAKE) --no-print-directory --jobs=2 lint check
+
+check: $(READY)
 	$(BIN)/pytest -n auto --dist worksteal
 
 reproduce: $(READY)
@@ -37,6 +41,7 @@ clean:
 $(READY): pyproject.toml Makefile
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("fastweights needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12 test")'
 	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) --upgrade pip
 	$(INSTALL) torch==2.13.0
 	[ "$$(uname)" != Linux ] || $(INSTALL) --no-deps triton==3.7.1
 	$(INSTALL) --editable '.[dev]'
