@@ -269,7 +269,7 @@ PLOT = Plot(kind="perplexity", x_label="training steps", y_label="validation per
 _WORDS_OF_A_PASS = {"wikipedia-100m": ("Wikipedia", 103_800_000)}
 _NUMBERS: dict[float, str] = {1: "one pass", 2: "two passes", 3: "three passes", 4: "four passes", 5: "five passes"}
 _ENOUGH = "wikipedia-fast", 5
-"""The scale, and the passes over its text, from which on the order of the models is taken for decided."""
+"""A scale, and from how many passes over its text on it decides the order of models."""
 
 
 def describe(config: Mapping[str, Any]) -> str:

@@ -17,10 +17,10 @@ Shown = Pair | str
 PAPER_HEADER = ("paper, validation", "paper, test")
 
 CLOSE = 0.02
-"""Share of a perplexity within which two models are told apart by several seeds only."""
+"""Perplexities that differ by less than this share need several seeds to be told apart."""
 
 SEEDS = 3
-"""As many as it takes."""
+"""Seeds of each model that are enough for that."""
 
 MORE_SEEDS = f"{SEEDS} seeds of each model, as the difference is below {CLOSE:.0%}"
 
@@ -67,7 +67,7 @@ def is_close(results: Results, models: Sequence[str], size: int, ours: Pair, the
 def lower(results: Results, model: str, other: str, text: str, paper: str) -> Claim:
     """Judge that `model` is lower than `other` on both texts at every size.
 
-    That is undecided while sizes are missing, and where they are close to each other with too few seeds.
+    That is undecided while sizes are missing, and where the two are close and have too few seeds.
     """
     compared = {}
     for size in results.sizes():

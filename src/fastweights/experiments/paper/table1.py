@@ -49,7 +49,7 @@ AS_GOOD = 0.5
 """BLEU within which one model is as good as another."""
 
 LONG = {"updates": 20_000, "tokens": 8_000}
-"""Updates, and tokens in each, from which on the order of models of any size is taken for decided."""
+"""From how many updates, of how many tokens, on a training decides the order of models of any size."""
 
 TITLES = {"europarl-de-en, en-de": "Europarl"}
 SIZE = 1024

@@ -78,7 +78,10 @@ def compared(
 
 
 def improves_with_context(results: Results) -> Claim:
-    """Judge carried against limited context; undecided while less is left than the difference fell by of late."""
+    """Judge carried against limited context.
+
+    Where it lost, that is undecided if in the second half of the training it caught up by more than is left.
+    """
     text = "The Delta Network improves when context is not truncated"
     paper = " against ".join(map(show_pair, (PAPER[COMPARED[0]], LIMITED[COMPARED[1]])))
     claim = perplexity.lower(results, *COMPARED, text, paper)
