@@ -122,18 +122,6 @@ def test_nan_stays_in_its_sequence(D, M, dtype):
     assert all(torch.equal(a[1:], b[1:]) for a, b in zip(clean, spoilt, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_number_of_16_bits(dtype):
-    """Read as it is, and written for what is nearest to it, of two the even one. A query that is its key reads v."""
-    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
-    middles = ((numbers.double() + numbers.double().roll(-1)) / 2).float()
-    near = [torch.nextafter(middles, torch.tensor(side)) for side in (-torch.inf, torch.inf)]
-    one, W = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 2**16)
-    for v, result in [(numbers, torch.float32), *((x, dtype) for x in (middles, *near))]:
-        y, *_ = cpu.forward((one, one, v.view(1, 1, 1, -1), None, None, None), W, None, False, result, False, 4)
-        torch.testing.assert_close(y.flatten(), v.to(result), rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize("value", [1.0, float("nan"), float("inf"), float("-inf")])
 def test_says_whether_results_are_finite(value):
     """Of positive numbers and one other, which goes into sums only, so that infinities do not become NaN."""

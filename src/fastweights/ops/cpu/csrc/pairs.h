@@ -122,7 +122,7 @@ inline const Pair* pairs_of_rows(int64_t rows, int64_t columns, const Pair* in, 
 
 // Pairs of rows of a matrix and, in `turned`, of its transpose, unless that is null. There are rows for whole vectors.
 inline const Pair* laid_out(int64_t rows, int64_t columns, const float* in, int64_t stride, Pair* out,
-                                            int64_t out_stride, Pair* turned, int64_t turned_stride) {
+                            int64_t out_stride, Pair* turned, int64_t turned_stride) {
   constexpr int L = Simd<float>::lanes;
   const auto lanes = lane_numbers<float>();
   for (int64_t i = 0; i < rows; i += L) {
